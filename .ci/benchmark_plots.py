@@ -1,4 +1,4 @@
-"""The plots of docs/benchmarks.md, one for each machine, from its tables.
+"""The plots of docs/bench/benchmarks.md, one for each machine, from its tables.
 
 python .ci/benchmark_plots.py            # writes docs/pictures/speed_*.svg
 python .ci/benchmark_plots.py --check    # exit code 1 if it would change one
@@ -33,7 +33,7 @@ LEFT, FULL, BAR = 165, 415, 20  # of a bar: its left edge, the longest one, its 
 
 def numbers(part: str) -> dict[str, dict[str, float]]:
     """Tokens per second in a part of the page: ``{"16 requests": {"embedlm": 1567.6, ...}}``."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "bench" / "benchmarks.md").read_text(encoding="utf-8")
     text = page.partition(f"<!-- {part} -->")[2].partition(f"<!-- /{part} -->")[0]
     found: dict[str, dict[str, float]] = {}
     for title in re.split(r"^\*\*", text, flags=re.MULTILINE)[1:]:

@@ -1,4 +1,4 @@
-"""The page docs/compat_reference.md: every option and every difference of sdk.compat.
+"""The page docs/compat/compat_reference.md: every option and every difference of sdk.compat.
 
 python .ci/compat_docs.py            # rewrites the page
 python .ci/compat_docs.py --check    # exit code 1 if it would
@@ -18,7 +18,7 @@ from sdk.compat.llama_cpp._options import OLD, REFUSED, WITHOUT_EFFECT  # noqa: 
 from sdk.compat.vllm._options import OPTIONS  # noqa: E402
 from tests.compat.differences import DIFFERENCES, SHAPES  # noqa: E402
 
-PAGE = ROOT / "docs" / "compat_reference.md"
+PAGE = ROOT / "docs" / "compat" / "compat_reference.md"
 
 
 def names(intro: str, found: Iterable[str]) -> str:
@@ -76,7 +76,7 @@ def main() -> None:
     wanted = page()
     current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     if current != wanted and "--check" in sys.argv[1:]:
-        raise SystemExit("compat_docs: docs/compat_reference.md is old: run this script")
+        raise SystemExit("compat_docs: docs/compat/compat_reference.md is old: run this script")
     PAGE.write_text(wanted, encoding="utf-8")
 
 

@@ -5,7 +5,7 @@
 
     A  tests     kernels and engines against references, in a process for each core
        first     the first rows of the benchmark
-    B  bench     embedlm bench gpu: the table for docs/benchmarks.md, with predictions
+    B  bench     embedlm bench gpu: the table for docs/bench/benchmarks.md, with predictions
        ncu       Nsight Compute on four kernels, where it is installed
     C  sanitize  compute-sanitizer on the tests that failed, where it is installed
        tune      embedlm tune: tuned/<card>.json for kernels/tuned

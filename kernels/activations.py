@@ -17,7 +17,8 @@ from sdk.kernels.lazy_torch import Tensor, torch
 
 _Array = NDArray[np.float32]
 
-#: Tensors of at least so many bytes are mapped: a hidden state of 576 features from 114 tokens on.
+#: Tensors of at least this many bytes are mapped: a hidden state of 576 features from 114 tokens
+#: on.
 LARGE = 256 * 1024
 
 

@@ -63,7 +63,7 @@ class Place:
 
 
 def empty_routes(place: Place, tokens: int, experts: int, k: int) -> Routes:
-    """Weights, and numbers that are no row's."""
+    """Weights, and numbers that belong to no row."""
 
     def unset(*shape: int) -> Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=place.device)

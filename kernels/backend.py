@@ -140,8 +140,8 @@ class Backend(Protocol):
     def work_shape(
         self, requests: int, heads: int, kv_heads: int, head_dim: int
     ) -> WorkShape | None:
-        """The shape of ``AttentionBatch.work`` for steps of up to so many requests; None: attention
-        uses no list of work. ``heads`` and ``kv_heads`` of each layer on this device."""
+        """The shape of ``AttentionBatch.work`` for steps of up to this many requests; None:
+        attention uses no list of work. ``heads`` and ``kv_heads`` of each layer on this device."""
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty if the backend has none."""

@@ -157,7 +157,7 @@ def _compare(cls: Any, parts: tuple[Field[Any], ...], frozen: bool) -> None:
 
 
 def _freeze(cls: Any, names: set[str], slots: bool) -> None:
-    """Attributes cannot be set; subclasses that are no dataclasses may add others."""
+    """Attributes cannot be set; subclasses that are not dataclasses may add others."""
 
     def setattr_(self: Any, name: str, value: object) -> None:
         if type(self) is cls or name in names:

@@ -102,7 +102,7 @@ class Recording:
     def capture(
         self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
     ) -> Graph[Result]:
-        """Record what ``forward`` computes for so many tokens, output rows and requests.
+        """Record what ``forward`` computes for this many tokens, output rows and requests.
 
         Before ``Ops.select_rows`` operators run over the tokens, after it over the output rows.
 

@@ -281,7 +281,7 @@ class Ops:
     ) -> Tensor:
         """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``.
 
-        ``used``, int32 ``[1]``: only so many rows have values (CPU kernels leave out the others).
+        ``used``, int32 ``[1]``: only this many rows have values (CPU kernels leave out the others).
         ``numbers``: see :meth:`activation`.
         """
         expect_numbers("gated_activation", kind, numbers)

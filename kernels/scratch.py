@@ -9,8 +9,9 @@ from sdk.kernels.dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight ``[n, k]``. If ``experts`` is not 0, there are so many of this shape, and each token
-    uses ``per_token``. ``plain``, ``packed``: whether some layers store it as floats, or packed.
+    """A weight ``[n, k]``. If ``experts`` is not 0, there are this many of this shape, and each
+    token uses ``per_token``. ``plain``, ``packed``: whether some layers store it as floats, or
+    packed.
     """
 
     n: int

@@ -154,7 +154,7 @@ def _difference(
 
 
 def ends_of(rows: int) -> list[slice]:
-    """Of a weight with so many rows, what is compared."""
+    """Of a weight with this many rows, what is compared."""
     ends = [slice(max(0, rows - _ROWS), rows)]
     if rows > _ROWS:
         ends.append(slice(0, _ROWS))

@@ -146,7 +146,7 @@ class StepGraphs(Generic[Result]):
         )
 
     def size(self, requests: int) -> int:
-        """The bucket for a step of so many requests."""
+        """The bucket for a step of this many requests."""
         return bucket_of(self._buckets, requests)
 
     def has(self, size: int) -> bool:

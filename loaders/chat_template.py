@@ -217,7 +217,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if (meant := _meant_role(message["role"], self._words)) is not None:
                 raise TemplateError(
-                    f"messages[{index}].role: {safe_repr(message['role'])} is no role that the "
+                    f"messages[{index}].role: {safe_repr(message['role'])} is not a role that the "
                     f"chat template knows; did you mean {meant!r}?"
                 )
         for name in kwargs:

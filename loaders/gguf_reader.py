@@ -51,7 +51,7 @@ class GgufFile:
     ) -> NDArray[np.uint8]:
         """The little-endian bytes of a tensor, uint8 ``[rows, bytes per row]``.
 
-        ``expert``: read only this expert of a tensor of all experts. ``part``: read only so many
+        ``expert``: read only this expert of a tensor of all experts. ``part``: read only this many
         rows from this one on.
 
         Raises:

@@ -49,7 +49,7 @@ class HeadFolder(HfFolder):
     The shapes of tensors are not checked by it: they depend on the model, too.
 
     Raises:
-        CheckpointError: it is no such folder.
+        CheckpointError: it is not such a folder.
     """
 
     @property
@@ -140,7 +140,7 @@ class HeadFolder(HfFolder):
 
 
 def head_method(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
-    """The method of the head with these tensors; None if it is no head.
+    """The method of the head with these tensors; None if it is not a head.
 
     The tensors decide: the ``architectures`` of many heads are those of a plain Llama.
     """

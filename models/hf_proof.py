@@ -73,7 +73,7 @@ class _Step:
         )
 
     def shorten(self, tokens: int) -> None:
-        """Let the buffers say that the request has so many tokens."""
+        """Let the buffers say that the request has this many tokens."""
         self.batch.query_start[1] = self.batch.context_len[0] = tokens
         self.last[0] = tokens - 1
 

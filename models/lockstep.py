@@ -70,7 +70,8 @@ class Lockstep:
             self._shares.append(mlp.share)
 
     def begin(self, num_tokens: int, *, rebalance: bool = False) -> bool:
-        """Begin a step with the others, who may be busy with the last one; whether any has tokens.
+        """Begin a step with the others, which may be busy with the last one; whether any has
+        tokens.
 
         ``rebalance``: all spread their experts anew first, by the load, which all have counted
         alike.

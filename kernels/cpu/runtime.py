@@ -144,7 +144,7 @@ class Program:
         self._counts = (c_int64 * 3)()
         self._run = runtime.library.embedlm_program_run
         #: Native operators, and the function that is called after them: what it runs over, and
-        #: tensors with so many rows for each.
+        #: tensors with this many rows for each.
         self._parts: list[tuple[int, Callable[..., object], Count, list[tuple[Tensor, int]]]] = []
         #: The native operators after the last call.
         self._handle = self._native()

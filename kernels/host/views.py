@@ -119,7 +119,7 @@ class Views:
             found.shape = _sizes(sizes, self.array.size)
         except AttributeError:  # numpy's word for: only in a copy
             raise RuntimeError(
-                f"view: a tensor {list(self.shape)} with strides {self.stride()} is no view of "
+                f"view: a tensor {list(self.shape)} with strides {self.stride()} is not a view of "
                 f"{list(sizes)}: use reshape"
             ) from None
         return self._as(found)

@@ -41,7 +41,7 @@ def compile_pattern(text: str, source: str) -> Matcher:
 
     ``source`` names the file and the field in errors.
 
-    :raises UnsupportedError: it is no regular expression, or uses something other than literals,
+    :raises UnsupportedError: it is not a regular expression, or uses something other than literals,
         ``.``, escapes, classes, groups, alternatives, repetitions, ``^`` and ``$``.
     """
     if len(text) > MAX_LENGTH:

@@ -19,7 +19,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.safe_repr import safe_repr
 
 MAX_CONFIG = 8 << 20
-#: Keys of a pattern, and those of them that are no plain names: bounds of the time to match them.
+#: Keys of a pattern, and those of them that are not plain names: bounds of the time to match them.
 _MAX_PATTERNS, _MAX_DIFFICULT = 1 << 14, 64
 T = TypeVar("T")
 #: Options that change nothing in a trained adapter, or nothing that its tensors do not say.
@@ -70,7 +70,7 @@ _REASONS = {
     "trainable_token_indices": "it replaces rows of the embedding; " + _MERGE,
     "lora_bias": "biases in the factors B; " + _MERGE,
     "layer_replication": "it repeats layers of the model; " + _MERGE,
-    "target_parameters": "it updates parameters that are no linear layers; " + _MERGE,
+    "target_parameters": "it updates parameters that are not linear layers; " + _MERGE,
     "alora_invocation_tokens": "an activated LoRA (aLoRA) applies only after certain tokens",
     "megatron_config": "it belongs to a model of Megatron",
 }

@@ -37,8 +37,8 @@ from sdk.kernels.lazy_torch import torch
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]
 
-#: Base, number of digits, and compressed bits that tell which numbers of so many digits are in the
-#: book. An index is the rank of a number; its lowest digit stands for the first value.
+#: Base, number of digits, and compressed bits that tell which numbers of this many digits are in
+#: the book. An index is the rank of a number; its lowest digit stands for the first value.
 _BOOKS = {
     "iq2_xxs": (
         3, 8,

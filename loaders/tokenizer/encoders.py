@@ -23,7 +23,7 @@ from sdk.loaders.tokenizer.spm import SPACE
 from sdk.loaders.tokenizer.vocab import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
 
 _MAX_WORD = 100  # characters; WordPiece reads a longer word as unknown, as BERT does
-_MAX_CHARSMAP = 8 * 1024 * 1024  # XLM-R's has 0.3 MB
+_MAX_CHARSMAP = 8 * 1024 * 1024  # XLM-R's is 0.3 MB
 _BRACKETS = re.compile(r"\[.*\]")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from sdk.kernels.packages import package
 from sdk.quant.errors import CheckpointError
 
-#: The largest one in use, Gemma's, has 33 MB.
+#: The largest one in use, Gemma's, is 33 MB.
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
-_MAX_STATE = 8 * 1024 * 1024  # of one part; a precompiled normalizer has 0.4 MB
+_MAX_STATE = 8 * 1024 * 1024  # of one part; a precompiled normalizer is 0.4 MB
 _MAX_STEPS = 32
 _MAX_GROWTH = 64
 _MAX_ADDED = 1024  # characters before or after a text; tokens of a template

@@ -24,7 +24,7 @@ from sdk.quant.errors import UnsupportedError
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
 
-#: llama.cpp gives a window to models of so many layers alone, whatever the file says.
+#: llama.cpp gives a window to models of this many layers alone, whatever the file says.
 _SLIDING_LAYERS = 64
 
 

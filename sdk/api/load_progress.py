@@ -75,7 +75,7 @@ def _bar() -> Any:
             return widget
     elif not is_terminal(sys.stderr):
         return None
-    if find_spec("tqdm") is None:  # progress is no reason to fail
+    if find_spec("tqdm") is None:  # a missing bar must not fail the call
         return None
     from tqdm import tqdm
 

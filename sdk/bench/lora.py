@@ -29,7 +29,7 @@ _CASES = ("beside", "one", "different")
 
 
 def parse_lora(text: str) -> str:
-    """``random:RANK``, or a path. :raises RequestError: the rank is no number."""
+    """``random:RANK``, or a path. :raises RequestError: the rank is not a number."""
     rank = text.removeprefix(_RANDOM)
     if text.startswith(_RANDOM) and not (rank.isascii() and rank.isdigit() and int(rank)):
         raise RequestError(f"--lora: expected random:RANK or a path, found {text!r}")

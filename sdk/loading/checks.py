@@ -124,7 +124,7 @@ def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
             f"swap_space: expected at least a page of {made.page_size} tokens, "
             f"{format_bytes(made.page_bytes)}, found {format_bytes(swap)}"
         )
-    swap *= made.replicas  # each has so much
+    swap *= made.replicas  # each has this much
     if config.swap_path is not None:
         return disk_space_problem("swap_path", config.swap_path, swap, "swap space")
     free = available_memory()

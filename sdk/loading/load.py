@@ -369,7 +369,7 @@ def _scheduler(facts: ModelFacts) -> Scheduler:
     drafting = runner.drafting
     longest = None if drafting is None else drafting.max_model_len
     head = None if drafting is None else drafting.head
-    # a head without a layer predicts only so many tokens
+    # a head without a layer predicts only this many tokens
     most = None if head is None or head.has_layer else head.num_heads
     scheduler.drafts = _drafts(config, memory, longest, most)
     return scheduler

@@ -24,8 +24,8 @@ TOKENIZER_BYTES = 8 * 2**20
 #: entries, 151 MiB for 262,144. 330 to 400 bytes stay; compiled structures take the rest.
 STRUCTURE_WORD_BYTES = 620
 _DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
-#: Replicas that hand prompts over: so many at a time, and for each of them what is read between two
-#: steps at most.
+#: Replicas that hand prompts over: this many at a time, and for each of them what is read between
+#: two steps at most.
 HAND_OVERS = 2
 HAND_OVER_READ_BYTES = 8 * 2**20
 _RING_BYTES = 8 * 2**20

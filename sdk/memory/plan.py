@@ -179,8 +179,8 @@ class MemoryPlan:
 
         ``bandwidth`` is in bytes per second: ``sdk.kernels.cpu.probe.read_bandwidth(threads)``
         measures it for a CPU in 0.1 s. A token reads the weights and the keys and values before it;
-        in ``docs/benchmarks.md`` that reaches 55 to 78 % of the bandwidth. Offloaded weights are
-        read at ``disk`` bytes per second, an estimate unless given. They are faster while the
+        in ``docs/bench/benchmarks.md`` that reaches 55 to 78 % of the bandwidth. Offloaded weights
+        are read at ``disk`` bytes per second, an estimate unless given. They are faster while the
         system still has them in its page cache.
         """
         on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)

@@ -110,7 +110,7 @@ class Adapters:
     def of(self, given: Any, count: int) -> list[KnownAdapter | None]:
         """The adapter of each of ``count`` prompts; those that are new are opened.
 
-        :raises RequestError: ``given`` is no adapter, or unknown.
+        :raises RequestError: ``given`` is not an adapter, or is unknown.
         :raises CheckpointError: its files are missing, damaged, or for another model.
         """
         given = self.default if given is None else given

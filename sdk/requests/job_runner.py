@@ -36,7 +36,7 @@ class Progress(Protocol):
 
     @property
     def look_every(self) -> float | None:
-        """Show something after so many seconds even if no request has ended; None: only then."""
+        """Show something after this many seconds even if no request has ended; None: only then."""
 
     def show(self, done: Mapping[str, Output]) -> None:
         """``done``: the last outputs of requests that have ended."""

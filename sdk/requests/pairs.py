@@ -37,7 +37,7 @@ def pair_template(reader: PromptReader, classifier: Classifier, given: str | Non
     None: the two texts follow each other. A template gets two messages, ``query`` and
     ``document`` (their roles), or has the marks ``{query}`` and ``{document}``.
 
-    :raises RequestError: ``given`` is no template.
+    :raises RequestError: ``given`` is not a template.
     """
     if given is not None and not isinstance(given, str):
         raise RequestError(

@@ -349,8 +349,8 @@ class PoolingRequests:
             return
         self._advice.once(
             "scores",
-            f"{method}(): this model is no reranker and no embedding model, so the scores are "
-            "cosines of its last hidden states, which say little about relevance; a search for "
+            f"{method}(): this model is neither a reranker nor an embedding model, so the scores "
+            "are cosines of its last hidden states, which say little about relevance; a search for "
             "words may be better. Load a checkpoint with a classification head (a reranker), name "
             "the tokens of one (classifier_from_token), or load an embedding model",
         )

@@ -51,7 +51,7 @@ class PoolingMethods:
         default prompt before texts.
 
         ``prompt_name``: one of the prompts of a sentence-transformers folder (``"query"``), or
-        ``prompt``: any text; it is put before every text. ``dimensions``: only the first so many
+        ``prompt``: any text; it is put before every text. ``dimensions``: only the first this many
         numbers, scaled to length 1 again, for models that were trained for it (Matryoshka).
         ``output_dtype``: vectors as integers, see docs/embeddings.md. ``truncate_prompt_tokens``:
         texts with more tokens lose their end; ``-1``: than the model was trained for.

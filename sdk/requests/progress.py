@@ -93,7 +93,7 @@ def _in_a_cell() -> bool:
 
 
 def _caller_level() -> int:
-    """The ``stacklevel`` of the first caller that is no part of this library, counted from the
+    """The ``stacklevel`` of the first caller outside this library, counted from the
     function that called this one."""
     level, frame = 1, sys._getframe(1)
     while str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:

@@ -24,7 +24,7 @@ from sdk.requests.job_driver import OutputSink
 from sdk.requests.prompts import Prompt
 from sdk.requests.step_sizes import mixed_step_tokens
 
-#: The rate at which requests end is that of the last so many.
+#: The rate at which requests end is that of the last this many.
 _LAST_ENDS = 64
 #: Seconds that are expected at least, and while no request has ended.
 _LEAST_WAIT_S = 0.05
@@ -114,7 +114,7 @@ _FIRST_ANSWER = 256
 #: Shares of the answers that are shorter than what the ends of the range take for the others.
 _QUARTILES = 0.25, 0.75
 #: Predicted times of a step are wrong by the mean error that was measured, and a busy machine
-#: changes all of them together; so the range is so many times as wide.
+#: changes all of them together; so the range is this many times as wide.
 _ERRORS = 2.0
 _Length = Callable[[Request], float]
 

@@ -50,7 +50,7 @@ class LogitChanges:
         if params.thinking_token_budget is not None and resolved.think_end_id is not None:
             self._end_thinking = Change(ChangeKind.FORCE, [resolved.think_end_id])
         self._healing = resolved.healing
-        #: After so many tokens of output, some tokens are forbidden.
+        #: After this many tokens of output, some tokens are forbidden.
         self._rewound: tuple[int, Change] | None = None
         #: Bytes of the healed text that the output has spelled; None: all of them.
         self._spelled: int | None = None if resolved.healing is None else 0

@@ -2,8 +2,8 @@
 
 The answer continues two prompts, its own and a negative one. Tokens that its own prompt makes more
 likely than the negative prompt are boosted, up to a constant:
-``log p = log p_negative + scale * (log p_own - log p_negative)``. Scale 1 is no guidance, 0 is only
-the negative prompt.
+``log p = log p_negative + scale * (log p_own - log p_negative)``. Scale 1 means no guidance, 0 is
+only the negative prompt.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from sdk.serving.routes import generate, pooling, responses, state, tokens
 from sdk.serving.routes.metrics import Metrics
 from sdk.serving.web_page import page_routes
 
-#: 16 MiB: a context of a million tokens as text has 4 MB.
+#: 16 MiB: a context of a million tokens as text is 4 MB.
 MAX_BODY_BYTES = 2**24
 #: OpenAI's and Anthropic's routes: under ``/v1``, and without it for an app that is mounted at
 #: ``/v1`` or at any other path that a client has as its base URL.

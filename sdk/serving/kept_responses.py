@@ -70,7 +70,7 @@ class KeptResponses:
     def conversation(self, caller: Caller, response_id: object) -> list[dict[str, Any]]:
         """The messages up to the answer of a response. :raises Refused: it is not kept.
 
-        :raises RequestError: ``response_id`` is no text.
+        :raises RequestError: ``response_id`` is not a string.
         """
         if not isinstance(response_id, str):
             raise RequestError(

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kept_bytes(args: argparse.Namespace) -> int:
-    """The value of ``--kept-responses``. :raises RequestError: it is no size."""
+    """The value of ``--kept-responses``. :raises RequestError: it is not a size."""
     size: str = args.kept_responses
     return 0 if size == "0" else parse_bytes(size, "--kept-responses")
 
@@ -253,7 +253,7 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket bound before the model is loaded; nobody can connect to it yet.
 
     :raises OSError: the address cannot be used; the message names it. :raises RequestError: there
-        is no such port.
+        is not such a port.
     """
     if not 0 <= port < 2**16:
         raise RequestError(f"--port: expected 0 to {2**16 - 1}, found {port}")

@@ -27,7 +27,7 @@ _ENDS = 8
 _STATES = 60
 #: Changes of a way that are tried again: how many of them, and of how many tokens.
 _EDITS, _LONGEST_EDIT = 8, 64
-#: A token that a way took the place of closes the answer if no more than so many tokens would be
+#: A token that a way took the place of closes the answer if no more than this many tokens would be
 #: left; else nothing could follow the token.
 _NEAR = 64
 #: How often changes may make a way longer until a short one is searched for again.

@@ -37,7 +37,7 @@ _ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 _PLAIN = sorted({chr(code) for code in range(32, 127)} - {'"', "\\"})
 _ESCAPED = 6
 #: A value of any type is completed by at most this many tokens (the rest of an escape, a quote, a
-#: colon, a value), and by so many for each open bracket.
+#: colon, a value), and by this many for each open bracket.
 _FREE, _PER_BRACKET = 16, 2
 #: What the rest of a string may take more: of a format, and of an escape or a character.
 _FORMAT, _BEGUN = 64, 8
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
     per_bracket: int = 0
 
     def after(self, brackets: int) -> int:
-        """The tokens that complete a text with so many opening brackets at most; 0: unknown."""
+        """The tokens that complete a text with this many opening brackets at most; 0: unknown."""
         return self.tokens + self.per_bracket * brackets
 
 

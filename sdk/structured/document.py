@@ -19,7 +19,7 @@ TYPES = ("array", "boolean", "null", "number", "object", "string")
 _MAX_DEPTH = 100
 #: Schemas that are read or written while a document is rewritten; 50,000 take 0.5 s.
 _MAX_WORK = 50_000
-#: After so many of them (1 ms) other threads get the interpreter for a moment. One that waits for
+#: After this many of them (1 ms) other threads get the interpreter for a moment. One that waits for
 #: it would only get it after 5 ms, and does so several times in a step. After the first 5,000,
 #: which few schemas need, the pause is as long as the work, so that steps get the CPU too.
 _TURN, _SHORT_PAUSE_S, _PAUSE_S, _SHORT_WORK = 100, 1e-4, 1e-3, 5000

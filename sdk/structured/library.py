@@ -40,7 +40,7 @@ from sdk.kernels.packages import install, not_installed
 #: 0.3 ms. Each part costs a copy of the tree of tokens: 1.3 MiB and 11 MiB.
 _SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}')
 _ERROR_BYTES = 4096
-#: A longer text is cut here, or further on until it has so many tokens. The last ones depend on
+#: A longer text is cut here, or further on until it has this many tokens. The last ones depend on
 #: what follows, and the library drops up to four.
 _FORCED_BYTES, _FORCED_TOKENS, _UNSURE_TOKENS = 512, 64, 16
 

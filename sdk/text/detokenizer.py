@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         prompt the first word keeps its leading space.
 
         ``spaces_between_special_tokens=False``: if special tokens are shown, the decoder's space
-        between two of them in a row is left out. ``healed_bytes``: so many bytes at the beginning
+        between two of them in a row is left out. ``healed_bytes``: this many bytes at the beginning
         belong to the prompt (token healing) and are left out.
         """
         self._tokenizer = tokenizer

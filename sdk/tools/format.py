@@ -47,7 +47,7 @@ class ToolFormat(NamedTuple):
     ``bare``: first characters of calls that begin a line without a mark.
     ``closing``: the mark that ends what a trigger began; an invalid call extends to it.
     ``turn_ends``: marks of the end of the turn, which are not part of the content.
-    ``call_id_length``: chat templates of the family want ids of so many letters and digits.
+    ``call_id_length``: chat templates of the family want ids of this many letters and digits.
     ``channels``: the format marks content and reasoning too, so it reads answers without tools.
     """
 

@@ -23,7 +23,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 class Dialect(NamedTuple):
     """``quotes``: what strings begin and end with. ``escapes``: whether they have backslashes.
-    ``bare``: the characters of a word, and whether words that are no constant are strings."""
+    ``bare``: the characters of a word, and whether other words are strings."""
 
     quotes: tuple[str, ...]
     escapes: bool
@@ -145,7 +145,7 @@ def _read_escape(stream: TextStream) -> Reads[str]:
         if 0xDC00 <= low < 0xE000:
             code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise NotACallError("a string in the call has an escape that is no character")
+        raise NotACallError("a string in the call has an escape that is not a character")
     return chr(code)
 
 

@@ -62,7 +62,7 @@ def run_tools(
     message has the text of the error, so that the model can correct itself.
 
     :param chat: gets the messages so far and returns the answer.
-    :param max_turns: at most so many answers.
+    :param max_turns: at most this many answers.
     :param on_error: ``"raise"``: raise :class:`~sdk.api.errors.ToolError` instead.
     :param parsed_arguments: the messages have the arguments of calls as objects instead of JSON
         text, which most chat templates need.

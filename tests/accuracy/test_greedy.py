@@ -20,7 +20,8 @@ from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
 
 NOISE = {"exact": 0.002, "auto": 0.12}
-#: At most so many of the 192 positions may differ at all; measured 0 and 0 (exact), 4 and 6 (auto).
+#: At most this many of the 192 positions may differ at all; measured 0 and 0 (exact), 4 and 6
+#: (auto).
 DIFFERENT = {"exact": 2, "auto": 12}
 PROMPTS = [
     "The capital of France is",

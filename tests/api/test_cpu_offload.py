@@ -128,7 +128,7 @@ def test_steps_that_are_not_recorded_are_an_alternative_without_loss(smollm2: Pa
         assert found[0].loss == 0 and found[0].keeps_limits
         assert found[0].plan.graphs == 0 and found[0].plan.total <= least
         assert str(found[0]).endswith("loss 0.0000 nats, slower: steps are not recorded")
-        # it is no reason to leave out what is fast with smaller limits
+        # that does not rule out what is fast with smaller limits
         assert any(not one.is_eager and one.loss == 0 for one in found[1:])
         given = replace(config, enforce_eager=True, memory=4 * MIB)
         small = planning.plan_for(given, checkpoint)

@@ -96,7 +96,7 @@ class Drawn:
 
     def check(self, heads: TinyHeads, method: str) -> None:
         """Compare all logits with those of the torch module."""
-        texts: list[list[int]] = []  # that are no beginning of others
+        texts: list[list[int]] = []  # none is the beginning of another
         for tokens, known, _ in sorted(self.seen, key=lambda one: -one[1]):
             if not any(text[:known] == tokens[:known] for text in texts):
                 texts.append(tokens[:known])

@@ -93,7 +93,7 @@ PROMPTS: dict[str, Any] = {
     "a number as text": {"prompt": HUGE},
     "a salt": {"prompt": "Hi", "cache_salt": HUGE},
     "unknown keys": {"prompt": "Hi", **{f"key {number}": number for number in range(10**5)}},
-    "a key that is no text": {"prompt": "Hi", HUGE: 1},
+    "a key that is not a string": {"prompt": "Hi", HUGE: 1},
     "5 MB of words": "word " * 10**6,
     "5 MB without a space": "a" * (5 * 10**6),
     "1 MB of control tokens": "<|im_start|>" * 80_000,

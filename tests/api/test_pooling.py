@@ -155,7 +155,7 @@ def test_a_model_that_is_no_reranker_says_once_what_scores_are(
 ) -> None:
     with LLM(folder, **EXACT) as llm:
         [text] = scores_said(lambda: [llm.rerank("a", ["b"]), llm.score("a", "b")])
-        assert text.startswith("rerank(): this model is no reranker and no embedding model")
+        assert text.startswith("rerank(): this model is neither a reranker nor an embedding model")
     with LLM(folder, **EXACT) as llm:
         [text] = scores_said(lambda: asyncio.run(llm.ascore("a", "b")))
         assert text.startswith("score(): ")

@@ -177,7 +177,7 @@ def test_a_mixture_has_one_bit_more_for_values_and_the_outputs_of_the_mlp(
 
 
 class Stopping:
-    """``on_progress`` that stops after so many layers."""
+    """``on_progress`` that stops after this many layers."""
 
     def __init__(self, after: int) -> None:
         self.after = after

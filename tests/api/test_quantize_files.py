@@ -46,7 +46,7 @@ def stop_after(layers: int) -> Callable[[str, int, int], bool]:
 
 
 def begin(model: Path, out: Path, scheme: str, layers: int = 1) -> Path:
-    """A job stopped after so many layers; its folder."""
+    """A job stopped after this many layers; its folder."""
     with pytest.raises(LoadCancelled):
         make(model, out, scheme, on_progress=stop_after(layers))
     return out.with_name(out.name + ".partial")

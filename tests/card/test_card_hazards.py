@@ -139,7 +139,7 @@ def expect_definition(
 
 
 def scattered(count: int, first: int = 0) -> Tensor:
-    """So many pages from ``first`` on, in random order."""
+    """This many pages from ``first`` on, in random order."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
     return (order + first).int()
 

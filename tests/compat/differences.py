@@ -1,4 +1,4 @@
-"""Where our interfaces differ from the originals: docs/compat.md shows this table.
+"""Where our interfaces differ from the originals: docs/compat/compat.md shows this table.
 
 Keys are patterns (``fnmatch``) of ``Object``, ``Object.method``, ``Object(parameter)`` and
 ``Object.method(parameter)``.

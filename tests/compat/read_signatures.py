@@ -1,6 +1,6 @@
 """Write the signatures of a package as JSON: names, parameters, kinds and defaults.
 
-An interpreter that has the package runs this file (docs/compat.md)::
+An interpreter that has the package runs this file (docs/compat/compat.md)::
 
     /path/to/its/venv/bin/python tests/compat/read_signatures.py vllm > vllm.json
 

@@ -1,6 +1,6 @@
 """Run a program of ``tests/compat/programs`` and describe its results: keys and types.
 
-An interpreter that has the original package runs this file (docs/compat.md)::
+An interpreter that has the original package runs this file (docs/compat/compat.md)::
 
     /path/to/its/venv/bin/python tests/compat/run_program.py shapes.json MODEL PROGRAM...
 

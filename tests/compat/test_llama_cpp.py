@@ -97,7 +97,7 @@ def test_arguments_become_options(gguf: str) -> None:
 
 
 def test_the_page_lists_every_chat_format() -> None:
-    page = Path(__file__).parents[2] / "docs" / "compat.md"
+    page = Path(__file__).parents[2] / "docs" / "compat" / "compat.md"
     section = page.read_text(encoding="utf-8").partition("## llama-cpp-python")[2]
     assert all(f"`{name}`" in section for name in FORMATS)
 

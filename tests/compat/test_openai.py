@@ -25,7 +25,7 @@ from sdk.compat.openai import (
 )
 from sdk.testing import FakeAnswer, FakeLLM, ManualClock
 
-PAGE = (Path(__file__).parents[2] / "docs" / "openai.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "serving" / "openai.md").read_text(encoding="utf-8")
 ASK = [{"role": "user", "content": "How are you?"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
@@ -36,7 +36,7 @@ def test_the_examples_of_the_page_run() -> None:
     assert len(examples) == 3
     names: dict[str, Any] = {"__name__": "docs"}
     for example in examples:
-        exec(compile(example, "docs/openai.md", "exec"), names)
+        exec(compile(example, "docs/serving/openai.md", "exec"), names)
 
 
 def test_a_chat_completion_has_the_shape_of_openai_s(fake_llm: Any) -> None:

@@ -18,7 +18,7 @@ from tests.compat.read_signatures import OBJECTS, facts_of, parameters_of
 
 ORIGINALS = Path(__file__).parent / "originals"
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "compat.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "compat" / "compat.md").read_text(encoding="utf-8")
 
 
 def original(package: str) -> dict[str, Any]:
@@ -107,7 +107,9 @@ def test_the_page_with_all_options_and_differences_is_current(tmp_path: Path) ->
     for name in ("sdk", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "compat_reference.md").write_text("an old page", encoding="utf-8")
+    (tmp_path / "docs" / "compat" / "compat_reference.md").write_text(
+        "an old page", encoding="utf-8"
+    )
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "is old: run this script" in done.stderr
 

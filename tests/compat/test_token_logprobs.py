@@ -43,7 +43,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def hot(llm: LLM) -> dict[str, Any]:
-    """Without control tokens, which are no part of a text."""
+    """Without control tokens, which are not part of a text."""
     return {**HOT, "logit_bias": dict.fromkeys(llm.get_tokenizer().inner.special_ids, -100)}
 
 

@@ -1,6 +1,6 @@
 """Programs with the imports and calls of vLLM's own examples run here.
 
-``examples/`` has short ones of ours; docs/compat.md says which of vLLM's files run.
+``examples/`` has short ones of ours; docs/compat/compat.md says which of vLLM's files run.
 """
 
 from __future__ import annotations

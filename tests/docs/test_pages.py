@@ -20,16 +20,16 @@ from tests.serving.serving import running
 
 #: Pages whose code other tests run.
 ELSEWHERE = {
-    "docs/openai.md": "tests/compat/test_openai.py",
-    "docs/ray.md": "tests/cluster/integrations/test_ray_page.py",
+    "docs/serving/openai.md": "tests/compat/test_openai.py",
+    "docs/cluster/ray.md": "tests/cluster/integrations/test_ray_page.py",
     "docs/testing.md": "tests/testing/test_docs.py",
 }
 #: Pages that take more than a few seconds.
 SLOW = {
     "docs/api.md",
     "docs/concepts/many_processes.md",
-    "docs/distributed.md",
-    "docs/hand_over.md",
+    "docs/cluster/distributed.md",
+    "docs/cluster/hand_over.md",
     "docs/scheduling.md",
     "docs/speculation.md",
 }

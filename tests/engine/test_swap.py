@@ -12,7 +12,7 @@ from sdk.kernels.kv_tiers import page_id, page_tier
 
 
 def _chain(length: int) -> list[PageKey]:
-    """The keys of one prefix of so many pages of two tokens."""
+    """The keys of one prefix of this many pages of two tokens."""
     keys: list[PageKey] = []
     parent = root_digest(None, "float16", None)
     for i in range(length):

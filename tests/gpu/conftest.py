@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 
 def _loaded(name: str, *path: str) -> Any:
-    """A module of another folder of tests, which are no packages: by path, once."""
+    """A module of another folder of tests, which are not packages: by path, once."""
     file = Path(__file__).parents[1].joinpath(*path)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None

@@ -86,7 +86,7 @@ def main(format: str, vocabulary: int, folder: str, *, cold: bool) -> None:
     patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     patch.setattr(gpu, "available", lambda device: None)
     patch.setattr(gpu, "tuning_of", lambda device: Tuning(programs=528))
-    patch.setattr(SelfCheck, "_reason", lambda *args: None)  # zeros are no products
+    patch.setattr(SelfCheck, "_reason", lambda *args: None)  # zeros are not products
     for module in ("sdk.memory.planning", "sdk.loading.load"):
         patch.setattr(f"{module}.activations_of", lambda config, checkpoint: torch.bfloat16)
     target, ahead = GPUTarget("cuda", 90, 32), set[str]()

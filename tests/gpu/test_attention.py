@@ -461,7 +461,7 @@ def test_few_key_heads_have_more_splits(
 
 
 def listed(step: Step, splits: int) -> Step:
-    """The same step with a list of up to so many splits of a request."""
+    """The same step with a list of up to this many splits of a request."""
     kv_heads = step.pages.k.shape[1]
     work = torch.full((step.batch.num_requests + 1, splits + kv_heads), -7, dtype=torch.int32)
     attention_work.list_work(step.batch, work, splits)

@@ -208,7 +208,7 @@ HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
     golden: Path, name: str, short: torch.dtype, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer rounds in so many ``places``, by up to half a step of a value and independently, so
+    """A layer rounds in this many ``places``, by up to half a step of a value and independently, so
     that the errors add up as squares: to ``sqrt(places * layers)`` half steps."""
     have_activations(short, monkeypatch)
     stored = np.load(golden / name.removesuffix("/hf") / "golden.npz")

@@ -44,7 +44,7 @@ def integers(
 def floats(
     cases: Any, scheme: ActivationScheme, columns: int = 192, rows: int = 20, height: int = 1
 ) -> Float8:
-    """Weights with one scale for so many rows."""
+    """Weights with one scale for this many rows."""
     return replace(cases.float8(rows, columns, (height, columns)), inputs=scheme)
 
 

@@ -29,7 +29,7 @@ from sdk.kernels.ops import Ops
 from sdk.quant.spec import KVSpec
 
 SHORT = [torch.bfloat16, torch.float16]
-#: Half a step of a type, as a share of the value: it has so many significant bits.
+#: Half a step of a type, as a share of the value: it has this many significant bits.
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TOKENS, WIDTH = 5, 96
 

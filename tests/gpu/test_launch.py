@@ -41,7 +41,7 @@ def called(node: ast.AST) -> set[str]:
 
 def test_every_kernel_waits_for_earlier_ones_first() -> None:
     found = functions()
-    parts = set().union(*map(called, found.values()))  # what other functions call is no kernel
+    parts = set().union(*map(called, found.values()))  # what other functions call is not a kernel
     kernels = {name: node for name, node in found.items() if node.name not in parts}
     assert len(kernels) >= 32
     for name, node in kernels.items():

@@ -188,7 +188,7 @@ def test_a_host_that_may_write_no_file_and_has_no_home_is_served(
         assert ask() == expected
         assert llm.embed(prompt)[0].embedding
         llm.close()
-        sys.stdout = None  # a pipe is no file: this is for the buffer's sake
+        sys.stdout = None  # a pipe is not a file: this is for the buffer's sake
         os.write(1, b"fine")
     """
     assert run_python(textwrap.dedent(_BEGIN) + textwrap.dedent(code), model) == "fine"

@@ -81,7 +81,7 @@ def test_the_command_works_with_closed_descriptors(golden: Path, tmp_path: Path)
     done = command("<&- >&- 2>&-", "quantize", model, tmp_path / "made.gguf", "--scheme", "f16")
     assert done.returncode == 0 and (tmp_path / "made.gguf").is_file()
     missing = command("2>&-", "inspect", tmp_path / "missing.gguf")
-    assert (missing.returncode, missing.stdout) == (2, ""), "an error is no result"
+    assert (missing.returncode, missing.stdout) == (2, ""), "an error is not a result"
     nothing = command("<&-", *answer[:2])
     assert nothing.returncode == 2 and "expected a prompt, found nothing" in nothing.stderr
 

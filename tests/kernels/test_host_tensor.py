@@ -44,7 +44,7 @@ def host_of(x: torch.Tensor) -> HostTensor:
 
 
 def same(theirs: Any, ours: Any, ulps: int = 0) -> None:
-    """Type, shape and bits are equal; ``ulps``: so many units of the last place may differ."""
+    """Type, shape and bits are equal; ``ulps``: this many units of the last place may differ."""
     assert isinstance(ours, HostTensor)
     assert ours.host_dtype.name == str(theirs.dtype).removeprefix("torch.")
     assert ours.shape == tuple(theirs.shape)

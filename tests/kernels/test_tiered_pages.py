@@ -40,7 +40,7 @@ def make_cache(head_dim: int, kv_heads: int, tiers: str = TIERS) -> KVCache:
 
 
 def make_batch(new: list[int]) -> AttentionBatch:
-    """The last so many tokens of each request."""
+    """The last this many tokens of each request."""
     starts = torch.tensor([0, *new]).cumsum(0)
     table = torch.zeros(len(new), 6, dtype=torch.int32)
     for row, places in zip(table, PLACES, strict=False):

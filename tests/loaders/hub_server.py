@@ -28,7 +28,7 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     #: (method, path, Range header)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
-    #: Bytes after which the next so many answers with a file's content break off.
+    #: Bytes after which the next this many answers with a file's content break off.
     cut_after: list[int] = field(default_factory=list)
     ignore_range: bool = False
     url: str = ""

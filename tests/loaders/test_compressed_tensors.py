@@ -40,7 +40,7 @@ def floats(bits: int, **changes: Any) -> dict[str, Any]:
 
 
 def words(codes: Tensor, bits: int, per_word: int | None = None) -> Tensor:
-    """Rows of codes as int32: one stream of bits, or so many codes in every word."""
+    """Rows of codes as int32: one stream of bits, or this many codes in every word."""
     rows = []
     for row in codes.tolist():
         step = per_word or len(row)

@@ -343,6 +343,6 @@ def test_no_mutation_of_a_header_gets_past_as_anything_but_an_error(files: Any, 
             outcomes["refused"] += 1
         else:
             outcomes["read"] += 1
-    # Both happen: a flipped letter in a token is no damage the header could show.
+    # Both happen: a flipped letter in a token is not visible in the header.
     assert outcomes["refused"] > 300
     assert outcomes["read"] > 50

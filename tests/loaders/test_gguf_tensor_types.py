@@ -24,7 +24,7 @@ def blocks(name: str, rows: int, columns: int, seed: int = 1) -> bytes:
     kind = GGUF_TYPES[NUMBERS[name]]
     shape = (rows * columns // kind.elements, kind.nbytes)
     data = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-    # Bytes of exponents: below those that are no numbers.
+    # Bytes of exponents: below those that are NaN.
     data[:, {"NVFP4": slice(4), "MXFP4": 0, "IQ1_M": 55}.get(name, slice(0))] &= 0x3F
     for offset in kind.halves:
         data[:, offset : offset + 2] = np.array([0.01], "<f2").view(np.uint8)

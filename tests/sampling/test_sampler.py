@@ -73,7 +73,9 @@ def test_mirostat_follows_its_definition_and_survives_a_preemption(ops: Ops) -> 
     draw = drawn(params)
     got: list[int] = []
     for position, step in enumerate(steps):
-        assert sampler.sample(step, [draw]) == sampler.sample(step, [draw])  # asking is no commit
+        assert sampler.sample(step, [draw]) == sampler.sample(
+            step, [draw]
+        )  # asking does not commit
         [sampled] = sampler.sample(step, [draw])
         got.append(sampled.token_id)
         assert sampled.mirostat_mu == pytest.approx(mus[position])

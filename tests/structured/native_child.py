@@ -47,7 +47,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # on a thread with a stack of so many bytes
+    if len(sys.argv) > 1:  # on a thread with a stack of this many bytes
         threading.stack_size(int(sys.argv[1]))
         thread = threading.Thread(target=main)
         thread.start()

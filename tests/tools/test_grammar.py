@@ -22,7 +22,7 @@ REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
 CONSTRAINED = [output for output in OUTPUTS if output.constrained]
 HERMES = format_named("hermes")
 
-#: Special tokens of the families' tokenizers. <tool_call> is no special token in Qwen's.
+#: Special tokens of the families' tokenizers. <tool_call> is not a special token in Qwen's.
 SPECIAL = (
     *("<|endoftext|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"),
     *("<|constrain|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<escape>"),

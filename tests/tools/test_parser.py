@@ -29,7 +29,7 @@ def content(format: str | None, text: str, **options: Any) -> str:
     return message.content
 
 
-# Text that is no call
+# Text that is not a call
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_channels_are_read_without_tools() -> None:
             "pythonic",
             "[get_weather(city='\\ud800')]",
             "{city='\\ud800')]",
-            "an escape that is no character",
+            "an escape that is not a character",
         ),
         ("pythonic", "[get_weather(city='\\xzz')]", "{city='\\xzz')]", "an incomplete escape"),
         (
@@ -384,7 +384,7 @@ def test_all_words_of_an_answer_are_in_the_message() -> None:
     others = ["{", "}", "[", "]", '"', ":", ",", "\n", "<think>", "</think>", "(", ")", "=", "<"]
     parts = [*sorted(marks), *shapes, *others]
     for format in all_formats():
-        if format.channels:  # headers are no part of a message
+        if format.channels:  # headers are not part of a message
             continue
         for _ in range(60):
             words = [f"word{index}" for index in range(20)]

@@ -214,7 +214,7 @@ struct EmbeddingArgs {
     float* out;
     FilePart* file;  // as in LinearArgs
     int64_t first;   // the weight has the rows from here on of a matrix of
-    int64_t whole;   // so many; the others give zeros. 0: it has all rows
+    int64_t whole;   // this many; the others give zeros. 0: it has all rows
 };
 
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.

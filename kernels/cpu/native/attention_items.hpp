@@ -9,7 +9,7 @@ namespace LEVEL {
 // Rows that share a loaded vector: as many accumulators as the registers hold.
 enum { kAttentionRows = kRegisters < 32 ? 3 : 6, kKeyVectors = kBlockKeys / kLanes };
 static_assert(kAttentionRows * 5 + 1 <= kRegisters, "4 accumulators and a factor for each row, and a vector");
-static_assert((int)kAttentionRows <= (int)kMostAttentionRows, "plan_attention counts memory for so many rows");
+static_assert((int)kAttentionRows <= (int)kMostAttentionRows, "plan_attention counts memory for this many rows");
 static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys in fours and pairs");
 static_assert(kHeadPadding % kLanes == 0, "a padded head is whole vectors at every level");
 static_assert(kMaxHeadDim % kLanes == 0, "the codes of a head have room for whole vectors");

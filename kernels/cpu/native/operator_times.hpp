@@ -13,7 +13,7 @@ class OperatorTimes {
 public:
     enum Part { kRowPart = 0, kTilePart = 1, kParts = 2 };
 
-    // Times of no runs, for so many operators; without operators nothing is timed.
+    // Times of no runs, for this many operators; without operators nothing is timed.
     void reset(size_t operators, int threads) {
         operators_ = operators;
         stride_ = (operators * kParts + kCacheLine / 8) / (kCacheLine / 8) * (kCacheLine / 8);

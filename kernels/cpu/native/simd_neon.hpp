@@ -136,7 +136,7 @@ INLINE void to_int8(const float* x, float inverse, int8_t* q, int32_t* sums) {
 INLINE VB load_codes(const uint8_t* p) { return vld1q_u8(p); }
 INLINE void store_codes(uint8_t* p, VB x) { vst1q_u8(p, x); }
 INLINE VB code_or(VB a, VB b) { return vorrq_u8(a, b); }
-// Bytes are shifted on their own: a mask whose bits are all that is left is no instruction.
+// Bytes are shifted on their own: ARM has no instruction for a mask of the remaining bits.
 INLINE VB field(VB p, int from, int mask, int to) {
     const int shift = from - to;
     const VB shifted = shift > 0 ? p >> (uint8_t)shift : shift < 0 ? p << (uint8_t)-shift : p;

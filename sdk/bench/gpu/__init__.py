@@ -193,7 +193,7 @@ def to_text(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """For docs/benchmarks.md."""
+    """For docs/bench/benchmarks.md."""
     head, rows = _table(report)
     marks = ["---", "---", *["---:"] * (len(head) - 3), "---"]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])

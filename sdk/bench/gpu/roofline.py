@@ -118,7 +118,7 @@ class Work:
     if ``narrow``. ``instructions``, ``fma``, ``alu``: of a program, counted by warps. ``programs``
     of ``warps`` need ``registers`` per thread and ``shared`` bytes. ``overlaps``: it is launched
     while the kernel before it still runs. ``joined``: bytes that a last program reads from the
-    second-level cache, in so many ``turns`` that wait for each other.
+    second-level cache, in this many ``turns`` that wait for each other.
     """
 
     kernel: str

@@ -106,8 +106,8 @@ def _add_load_arguments(how: argparse._ArgumentGroup) -> None:
         "--concurrency",
         type=parse_concurrency,
         metavar="N[,...]",
-        help="closed loop with so many callers; with --qps or --trace the most requests at a time "
-        "(default: 8 callers)",
+        help="closed loop with this many callers; with --qps or --trace the most requests at a "
+        "time (default: 8 callers)",
     )
     how.add_argument(
         "--sweep",

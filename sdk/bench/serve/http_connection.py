@@ -2,7 +2,7 @@
 
 The client shares a few cores with the server that it measures, so it must cost little. A general
 client passes each piece of a stream through four coroutines or more; here one callback of the
-transport does everything (docs/load.md has the cost).
+transport does everything (docs/bench/load.md has the cost).
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _add_session_arguments(asked: argparse._ArgumentGroup) -> None:
         type=parse_positive,
         default=1.0,
         metavar="FACTOR",
-        help="play a trace so many times as fast (default: 1)",
+        help="play a trace this many times as fast (default: 1)",
     )
 
 

@@ -1,6 +1,6 @@
 """The results of a run: rates, latencies, goodput and errors of its requests.
 
-The definitions are those of ``vllm bench serve``, except where docs/load.md says so.
+The definitions are those of ``vllm bench serve``, except where docs/bench/load.md says so.
 """
 
 from __future__ import annotations

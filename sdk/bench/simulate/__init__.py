@@ -75,7 +75,7 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         "--trace", metavar="FILE", help="requests from a file: JSON lines, Mooncake's, Azure's CSV"
     )
     requests.add_argument(
-        "--speed", type=float, default=1.0, help="play the trace so many times as fast"
+        "--speed", type=float, default=1.0, help="play the trace this many times as fast"
     )
     requests.add_argument(
         "--slo", default="ttft=1,tpot=0.1", help="what counts as good (default: %(default)s)"
@@ -88,14 +88,14 @@ def _add_events(events: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="REPLICA@TIME[+SECONDS]",
-        help="a replica dies at a time and is back after so many seconds",
+        help="a replica dies at a time and is back after this many seconds",
     )
     events.add_argument(
         "--straggler",
         action="append",
         default=[],
         metavar="REPLICAxFACTOR[@TIME]",
-        help="a replica takes so many times as long for its steps",
+        help="a replica takes this many times as long for its steps",
     )
     events.add_argument(
         "--autoscale",

@@ -129,7 +129,7 @@ class ExpertCase(Case):
 
 
 def routes_like(card: Card, tokens: int, count: int, used: int) -> Routes:
-    """Routes of so many tokens to ``used`` of ``count`` experts, by random logits."""
+    """Routes of this many tokens to ``used`` of ``count`` experts, by random logits."""
     ops = Ops(str(card.device), backends=["gpu"])
     routes = ops.moe.route(card.normal(tokens, count).float(), used)
     ops.close()

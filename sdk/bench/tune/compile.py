@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Processes at most; each has a context on the card (0.5 GiB).
 _MOST = 15
 #: A weight of each format is enough: others have the same kernels, unless the number of units in
-#: a row (of 128 columns) is no multiple of 16, which Triton treats as another case.
+#: a row (of 128 columns) is not a multiple of 16, which Triton treats as another case.
 SHAPES = ((2048, 2048), (2048, 1024))
 
 

@@ -25,7 +25,7 @@ class EngineTrials:
     """Replays a workload on engines that ``open_engine(options)`` makes.
 
     One engine is open at a time, and stays open while the options are the same. A run ends as soon
-    as so many requests are bad that it has failed, with a share of at least ``needed``.
+    as this many requests are bad that it has failed, with a share of at least ``needed``.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Load(NamedTuple):
     config: EngineConfig
     num_threads: int  # while the weights are packed
     num_replicas: int = 1
-    #: Replicas share the experts, of which so many are copies; ``None``: each runs alone.
+    #: Replicas share the experts, of which this many are copies; ``None``: each runs alone.
     lockstep_redundant: int | None = None
 
 

@@ -61,7 +61,7 @@ class PrefixIndex:
         self._publishers = 0  # replicas that have published pages
 
     def prompt(self, token_ids: Sequence[int], adapter: str | None, salt: str | None) -> Prompt:
-        """A prompt to look up. :raises RequestError: a token id is no integer of 64 bits."""
+        """A prompt to look up. :raises RequestError: a token id is not a 64-bit integer."""
         try:
             return Prompt(token_ids, root_digest(adapter, self.kv_type, salt), self.page_size)
         except (TypeError, OverflowError) as error:

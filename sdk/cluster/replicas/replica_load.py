@@ -223,7 +223,7 @@ class ReplicaLoad:
             self._overdue = report.prompt_tokens > 0
 
     def score(self, request: Routed, tokens: int, pairs: float, now: float) -> float:
-        """Expected seconds to the first token of a request that has so much to compute here, and
+        """Expected seconds to the first token of a request that has this much to compute here, and
         what its work counts. ``now``: a time of the router's clock.
         """
         report, ahead = self.report, self._ahead

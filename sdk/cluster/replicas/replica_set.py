@@ -51,7 +51,7 @@ logger = logging.getLogger("sdk")
 
 #: A prompt with fewer tokens to compute is not handed over: a step that decodes computes it too.
 _LEAST_HANDED_OVER = 64
-#: A request that was on so many replicas when they were lost is not tried again: it may be the
+#: A request that was on this many replicas when they were lost is not tried again: it may be the
 #: reason.
 _MOST_RUNS = 3
 #: How long a call waits for a replica if none runs.

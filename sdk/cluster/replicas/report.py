@@ -14,7 +14,7 @@ from sdk.requests.step_sizes import mixed_step_tokens
 
 #: Keys of pages in one report: 4096 take 150 KB. What is left comes with the next one.
 _MOST_KEYS = 4096
-#: While the same requests decode, one of so many steps is reported: only pages and answers grow.
+#: While the same requests decode, one of this many steps is reported: only pages and answers grow.
 _REPORT_EVERY = 64
 #: Tokens of an answer while none has ended.
 FIRST_ANSWER = 256

@@ -52,8 +52,8 @@ from sdk.quant.safe_repr import safe_repr
 RoutingPolicy: TypeAlias = Literal["state", "requests", "round_robin"]
 ROUTING_POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 
-#: Of the replicas that hold the same part of a prompt, so many are compared: those with the least
-#: to do. With up to so many replicas all are compared.
+#: Of the replicas that hold the same part of a prompt, this many are compared: those with the least
+#: to do. With up to this many replicas all are compared.
 _COMPARED = 8
 
 

@@ -26,7 +26,7 @@ from sdk.cluster.simulation.workload import SimulatedRequest, Workload
 from sdk.engine.scheduling.request import Request
 from sdk.metrics.slo import SLO
 
-#: The progress is told after so many requests.
+#: The progress is told after this many requests.
 _TELL_EVERY = 1000
 
 

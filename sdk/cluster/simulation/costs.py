@@ -11,7 +11,7 @@ from typing import Any
 
 from sdk.api.errors import RequestError
 
-#: SmolLM2-135M-Instruct in Q4_1 on one thread (docs/simulation.md).
+#: SmolLM2-135M-Instruct in Q4_1 on one thread (docs/cluster/simulation.md).
 DEFAULT_COSTS = Path(__file__).with_name("smollm2_135m.json")
 _SECONDS = ("prompt_step", "per_token", "per_pair", "per_key")
 _LIMITS = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -47,7 +47,7 @@ class StepCosts:
         return first + self.per_token * tokens + self.per_pair * pairs
 
     def of_rows(self, rows: int) -> float:
-        """A step with so many decoding requests and short contexts."""
+        """A step with this many decoding requests and short contexts."""
         curve = self.decode
         place = bisect_left(curve, (rows, 0.0))
         if place < len(curve) and curve[place][0] == rows:

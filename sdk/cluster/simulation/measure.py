@@ -95,7 +95,7 @@ class _Measurement:
         return steps
 
     def _decode(self, rows: int, context: int) -> float | None:
-        """Seconds of a step in which so many requests decode; ``None``: they never all did."""
+        """Seconds of a step in which this many requests decode; ``None``: they never all did."""
         self._progress(f"{rows} requests that decode after {context} tokens")
         self._enqueue(rows, context, _DECODE_STEPS + rows * context // self._step_tokens + 2)
         steps = [seconds for seconds, tokens in self._steps() if tokens == rows]

@@ -1,4 +1,4 @@
-"""Keys and values of prompts, handed over between engines: docs/hand_over.md."""
+"""Keys and values of prompts, handed over between engines: docs/cluster/hand_over.md."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ Parts of the same tokens make a *group*: one part for each layer, in the order o
 follow each other without gaps, from ``num_known`` on. A store has no receiver that could answer:
 its ``open`` finds out what it holds already, and receivers call ``fetch`` instead of listening.
 
-This is the place for adapters to other libraries; docs/hand_over.md says what they do in each
-method. All methods raise :class:`TransferError` if the other side is gone, refuses, or sends what
-is wrong, and after ``timeout`` seconds without progress. ``close`` may be called from any thread,
-and ends a call that waits.
+This is the place for adapters to other libraries; docs/cluster/hand_over.md says what they do in
+each method. All methods raise :class:`TransferError` if the other side is gone, refuses, or sends
+what is wrong, and after ``timeout`` seconds without progress. ``close`` may be called from any
+thread, and ends a call that waits.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Sending(Protocol):
 
     @property
     def unit(self) -> int:
-        """Groups begin and end at multiples of so many tokens."""
+        """Groups begin and end at multiples of this many tokens."""
 
     @property
     def most_bytes(self) -> int:
-        """A group of several units may have so many bytes."""
+        """A group of several units may have this many bytes."""
 
     def send(self, part: Part) -> None:
         """Send a part. Its rows may be changed as soon as this returns."""

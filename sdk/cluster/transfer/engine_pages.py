@@ -68,7 +68,7 @@ class EnginePages:
         return self._spec.page_size
 
     def group_bytes(self, num_tokens: int) -> int:
-        """Bytes of so many tokens, over all layers and heads."""
+        """Bytes of this many tokens, over all layers and heads."""
         layers = range(self._spec.num_layers)
         return num_tokens * sum(map(self._spec.layer_bytes, layers)) // self.page_size
 

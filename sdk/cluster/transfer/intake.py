@@ -164,7 +164,7 @@ class Intake:
             raise TransferError(f"the part from token {at} on belongs to another prompt")
 
     def _write(self, rows: list[Rows], received: float) -> None:
-        """Write a group, which took so many seconds of a CPU to receive.
+        """Write a group, which took this many seconds of a CPU to receive.
 
         :raises TransferError: the cache has no room for all of it, or lost the page before it.
         """

@@ -1,5 +1,7 @@
-"""The bytes of hand-overs: frames with checksums, and the messages in them (docs/hand_over.md has
-the tables). All of it comes from outside, so whatever is wrong raises ``TransferError``.
+"""The bytes of hand-overs: frames with checksums, and the messages in them
+(docs/cluster/hand_over.md has the tables).
+
+All of it comes from outside, so whatever is wrong raises ``TransferError``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from sdk.quant.safe_repr import safe_repr
 
 logger = logging.getLogger("sdk")
 _CLOSED = "the receiver was closed"
-#: Results that nobody has asked for are kept until there are so many newer ones.
+#: Results that nobody has asked for are kept until there are this many newer ones.
 _MOST_RESULTS = 1024
 
 

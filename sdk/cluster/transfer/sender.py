@@ -78,7 +78,7 @@ class HandOverSender:
         the request ``request_id``, which was submitted before, computes until it ends.
 
         ``adapter``: the key of its adapter (``Prompt.adapter.key``). Returns at once. The result
-        says how it ended. It is no exception if that went wrong: the receiver can compute what it
+        says how it ended. Nothing is raised if that went wrong: the receiver can compute what it
         did not get.
 
         :raises RequestError: the prompt has no full page, or the engine no prefix cache.

@@ -165,7 +165,7 @@ class _SenderRing(FrameStream):
         self.send_bytes(pack_header(kind, head, payload, position) + bytes(head))
 
     def _place(self, count: int) -> int:
-        """Room for so many bytes in a row; waits until the receiver has freed it."""
+        """Room for this many bytes in a row; waits until the receiver has freed it."""
         if 2 * count > self._size:
             raise _too_small("a part", count, self._size)
         at = self._next % self._size

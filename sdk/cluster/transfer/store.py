@@ -1,8 +1,9 @@
 """Hands over through a store: pages are put and got by a key, so sender and receiver need not run
 at the same time. ``MemoryStore`` and ``FolderStore`` are small examples of such stores.
 
-A value is one page over all layers, as a CHUNK frame (docs/hand_over.md); its key is the digest of
-the page (``Offer.digests``), which includes the model, the KV type, and all tokens before it.
+A value is one page over all layers, as a CHUNK frame (docs/cluster/hand_over.md); its key is the
+digest of the page (``Offer.digests``), which includes the model, the KV type, and all tokens
+before it.
 """
 
 from __future__ import annotations

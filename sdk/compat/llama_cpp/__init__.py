@@ -2,7 +2,7 @@
 
 A program that was written for llama-cpp-python changes only its import lines; submodules have its
 names. ``Llama.llm`` is the LLM with everything that llama-cpp-python has no name for.
-docs/compat.md lists the differences.
+docs/compat/compat.md lists the differences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``Llama``: the high-level interface of llama-cpp-python on an :class:`sdk.LLM`, in this process.
 
 A program that was written for llama-cpp-python changes only its import line. ``Llama.llm`` is the
-LLM with everything that llama-cpp-python has no name for. docs/compat.md lists the differences.
+LLM with everything that llama-cpp-python has no name for. docs/compat/compat.md lists the
+differences.
 """
 
 from __future__ import annotations

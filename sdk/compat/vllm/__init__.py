@@ -1,7 +1,7 @@
 """vLLM's offline interface on an :class:`sdk.LLM`, in this process.
 
 A program that was written for vLLM changes only its import lines; submodules have vLLM's names.
-``LLM.llm`` is the LLM with everything that vLLM has no name for. docs/compat.md lists the
+``LLM.llm`` is the LLM with everything that vLLM has no name for. docs/compat/compat.md lists the
 differences.
 """
 

@@ -76,7 +76,8 @@ def pooler_of(given: Any) -> PoolerConfig:
 
 
 class _Fields:
-    """Keywords as attributes. What becomes of the option that takes the object: docs/compat.md."""
+    """Keywords as attributes. What becomes of the option that takes the object:
+    docs/compat/compat.md."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)

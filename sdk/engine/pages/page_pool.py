@@ -206,7 +206,7 @@ class PagePool:
         return pages
 
     def can_spare(self, count: int) -> bool:
-        """Whether so many pages are free or only cached: no request is worse off without them."""
+        """Whether this many pages are free or only cached: no request is worse off without them."""
         return count <= len(self._free) + len(self._cached)
 
     def withhold(self, count: int) -> list[int]:

@@ -144,7 +144,7 @@ class DraftingModel:
 
     @property
     def must_run(self) -> bool:
-        """Whether so many hidden states wait that :meth:`prepare` is needed before a step."""
+        """Whether this many hidden states wait that :meth:`prepare` is needed before a step."""
         return self._features is not None and self._features.num > self._few
 
     def prepare(self, plan: StepPlan) -> None:

@@ -76,8 +76,9 @@ class Buffers:
 class PageTable:
     """The pages of each row's request: int32 ``[rows, width]``, as an array and on the device.
 
-    A step adds few entries, while the table of 64 requests of 131,072 tokens has 2 MiB. So only new
-    entries are sent to a GPU, as pairs of position and page, which one launch writes to the table.
+    A step adds few entries, while the table of 64 requests of 131,072 tokens takes 2 MiB. So only
+    new entries are sent to a GPU, as pairs of position and page, which one launch writes to the
+    table.
     """
 
     def __init__(self, device: torch.device, rows: int, width: int) -> None:

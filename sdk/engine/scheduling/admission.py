@@ -37,7 +37,7 @@ class PromptBudget:
         return most
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """``request`` runs so many. With an urgent one no others run, which would delay it."""
+        """``request`` runs this many. With an urgent one no others run, which would delay it."""
         self.tokens -= num_tokens
         if request.scores_prompt:
             self.scoring -= num_tokens

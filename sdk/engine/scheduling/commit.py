@@ -170,7 +170,7 @@ class Committer:
     ) -> Sequence[int]:
         """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
-        # The last token was no draft, unless a structured answer is complete with one.
+        # The last token was not a draft, unless a structured answer is complete with one.
         accepted = len(tokens) - (tuple(tokens) != drafts[: len(tokens)])
         self.num_accepted_tokens += accepted
         request.num_draft_tokens += len(drafts)

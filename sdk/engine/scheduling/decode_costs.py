@@ -71,8 +71,8 @@ class DecodeCosts:
         return curve(num_rows) + of_draft * (num_tokens - num_rows)
 
     def _of_draft(self, num_rows: int, drafts: int, on_ranks: bool) -> float:
-        """The seconds of a draft. If only steps without drafts are known of so many requests: that
-        of the nearest number of requests."""
+        """The seconds of a draft. If only steps without drafts are known of this many requests:
+        that of the nearest number of requests."""
         known = list(self._on_ranks)
         if not on_ranks:
             known = [rows for rows, curve in self._curves.items() if len(curve.sizes) > 1]

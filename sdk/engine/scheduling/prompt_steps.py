@@ -15,7 +15,7 @@ from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 
-#: Steps stay short for so many seconds after a request that overtook others.
+#: Steps stay short for this many seconds after a request that overtook others.
 _EXPECTED_S = 60.0
 
 

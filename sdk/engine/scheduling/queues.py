@@ -285,7 +285,7 @@ class RequestQueues:
         self.policy.started(request)
 
     def will_run(self, request: Request, num_tokens: int) -> None:
-        """A request that was just started runs so many tokens in this step: its queue's position
+        """A request that was just started runs this many tokens in this step: its queue's position
         takes them into account before the next request is chosen."""
         if self.policy.dynamic:
             self._report(request, num_tokens)

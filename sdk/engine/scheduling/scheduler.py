@@ -66,10 +66,10 @@ from sdk.engine.scheduling.step_times import StepTimes
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
 _MIN_CONCURRENT_TOKENS = 512
-#: The prompts that wait are computed in so many steps for each stage of a pipeline, if they have
+#: The prompts that wait are computed in this many steps for each stage of a pipeline, if they have
 #: tokens enough.
 _STEPS_PER_STAGE = 4
-#: While requests wait that might overtake running ones, one of so many steps looks at them.
+#: While requests wait that might overtake running ones, one of this many steps looks at them.
 _LOOK_EVERY = 8
 _NO_SEQUENCES: frozenset[Request] = frozenset()
 
@@ -304,7 +304,7 @@ class Scheduler:
         return max(tokens // steps, self.config.short_step_tokens, 2)
 
     def _begin_steps(self, num_decodes: int, parts: Sequence[tuple[Request, int]]) -> None:
-        """A step with so many decodes and these parts of prompts begins."""
+        """A step with this many decodes and these parts of prompts begins."""
         tokens = sum(num for _, num in parts)
         pairs = sum(num * (one.num_computed + num / 2) for one, num in parts)
         generated = self.committer.num_generation_tokens

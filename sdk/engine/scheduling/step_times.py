@@ -44,7 +44,7 @@ class StepTimes:
         return bool(self._decode.sizes) and self._sums[0] > 0
 
     def decode(self, rows: int) -> float:
-        """A step in which so many requests decode."""
+        """A step in which this many requests decode."""
         if not rows or not self._decode.sizes:
             return 0.0
         return self._decode(rows)

@@ -44,8 +44,8 @@ _EXPOSED += ["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"]
 #: send it with the head), so that the connection stays usable.
 _SMALL_BODY = 64 * 2**10
 _SMALL_SECONDS = 0.25
-#: For so long, and so many bytes, a larger refused body is read after the answer: if the connection
-#: were closed at once, the client could lose the answer (RFC 9112, section 9.6).
+#: For so long, and this many bytes, a larger refused body is read after the answer: if the
+#: connection were closed at once, the client could lose the answer (RFC 9112, section 9.6).
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 * 2**20
 

@@ -11,7 +11,7 @@ from sdk.quant.safe_repr import safe_repr
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one caller; ``None`` is no limit.
+    """Limits of one caller; ``None``: unlimited.
 
     ``requests_per_minute``, ``tokens_per_minute``: of the requests admitted in any 60 seconds.
     ``concurrent``: requests that run or wait at one time. ``tokens_per_day``: from midnight to

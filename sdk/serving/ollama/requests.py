@@ -127,7 +127,7 @@ def _check_window(window: object, made: dict[str, Any]) -> None:
 def thinking(body: Body, target: Target) -> dict[str, Any]:
     """The variables of the chat template for ``think``.
 
-    :raises RequestError: it is no such value, or the model does not think.
+    :raises RequestError: it is not such a value, or the model does not think.
     """
     think = body.take("think")
     if think is None:

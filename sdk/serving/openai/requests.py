@@ -124,14 +124,14 @@ class Body:
         return {name: self._left.pop(name) for name in names & self._left.keys()}
 
     def take_flag(self, name: str, default: bool = False) -> bool:
-        """:raises RequestError: the value is no boolean."""
+        """:raises RequestError: the value is not a boolean."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             raise RequestError(f"{name}: expected true or false, found {safe_repr(value)}")
         return value
 
     def take_text(self, name: str) -> str | None:
-        """:raises RequestError: the value is no string, or empty."""
+        """:raises RequestError: the value is not a string, or is empty."""
         value = self.take(name)
         if value is not None and (not isinstance(value, str) or not value):
             raise RequestError(f"{name}: expected a non-empty string, found {safe_repr(value)}")

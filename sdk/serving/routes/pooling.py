@@ -105,7 +105,7 @@ def read_dimensions(body: Body, target: Target) -> int | None:
     The config of a model that was trained for it has ``matryoshka_dimensions``, a list of them, or
     ``is_matryoshka``; ``hf_overrides`` can add either.
 
-    :raises RequestError: the model was not trained for that, or not for so many.
+    :raises RequestError: the model was not trained for that, or not for this many.
     """
     wanted = body.take("dimensions")
     if wanted is None:
@@ -129,7 +129,7 @@ def read_dimensions(body: Body, target: Target) -> int | None:
 def read_encoding(body: Body) -> Callable[[Any], Any]:
     """``encoding_format``: what writes a list of numbers, which may have lists of them inside.
 
-    :raises RequestError: it is no such format.
+    :raises RequestError: it is not such a format.
     """
     encoding = body.take("encoding_format", "float")
     if encoding not in ("float", "base64"):

@@ -23,7 +23,16 @@ from sdk.bench.serve.slo import Slo
 from sdk.bench.serve.subjects import OwnEngine, Subject
 from sdk.bench.serve.workload import Session, Turn, Workload
 from sdk.testing import FakeAnswer, FakeLLM
-from tests.bench.serve.fake_server import DONE, HEAD, Asked, FakeServer, answer, chunk, event, running
+from tests.bench.serve.fake_server import (
+    DONE,
+    HEAD,
+    Asked,
+    FakeServer,
+    answer,
+    chunk,
+    event,
+    running,
+)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -1,4 +1,5 @@
-"""The time of a sum over two ranks: ``python tests/cluster/executors/measure_sums.py [tcp|gloo|memory]``.
+"""The time of a sum over two ranks: ``python tests/cluster/executors/measure_sums.py
+[tcp|gloo|memory]``.
 
 The two ranks are processes of this machine; sockets are those of the loopback device.
 """

@@ -44,7 +44,7 @@ class _Work:
 
 
 class Deaf:
-    """Gloo, in which a lost rank is no error: as with NCCL the others wait until an abort."""
+    """Gloo, in which a lost rank raises nothing: as with NCCL the others wait until an abort."""
 
     #: Gloo's destructor would wait for exchanges in progress, which it cannot abort.
     kept: ClassVar[list[Any]] = []

@@ -81,7 +81,7 @@ def test_what_was_sent_before_the_end_arrives_although_the_other_end_still_sends
 
 def test_a_link_without_a_message_waits_only_so_long_and_stays(ends) -> None:
     one, other = Link(ends[0], "one", int), Link(ends[1], "other", int)
-    assert one.receive(0.01) is None and not one.wait_closed(1.2)  # beats are no messages
+    assert one.receive(0.01) is None and not one.wait_closed(1.2)  # beats are not messages
     assert one.lost is None and other.lost is None
     one.close()
     other.close()

@@ -1,4 +1,4 @@
-"""The examples of docs/ray.md, from top to bottom, with a real model."""
+"""The examples of docs/cluster/ray.md, from top to bottom, with a real model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cluster" / "ray.md"
 
 
 @pytest.mark.slow

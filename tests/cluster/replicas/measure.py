@@ -32,7 +32,7 @@ from sdk.cluster.simulation.traces import TraceEntry, TraceWorkload
 from tests.cluster.replicas.conftest import hurt, replicas
 
 ROUNDS = 3
-#: The most tokens of an engine's step: a long prompt is computed in parts of so many.
+#: The most tokens of an engine's step: a long prompt is computed in parts of this many.
 STEP = 256
 
 

@@ -187,7 +187,7 @@ def _write_entries(
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
     if file is None:
-        raise ValueError(f"{member.name} is no file")
+        raise ValueError(f"{member.name} is not a file")
     return file.read()
 
 

@@ -43,7 +43,7 @@ _PRODUCTS = ("aten.mm", "aten._scaled_mm")
 
 
 class ListedCard(Card):
-    """A card with so many processors; nothing is timed. ``old``: without matrix instructions."""
+    """A card with this many processors; nothing is timed. ``old``: without matrix instructions."""
 
     def __init__(self, processors: int, old: bool) -> None:
         super().__init__({}, rehearsing=True)

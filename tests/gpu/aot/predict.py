@@ -234,7 +234,7 @@ def one_request(card: PredictingCard, model: str) -> dict[str, list[float]]:
 
 
 def several_requests(card: PredictingCard, model: str, requests: int) -> dict[str, list[float]]:
-    """Tokens per second of so many requests together."""
+    """Tokens per second of this many requests together."""
     one, two, layers = steps_of(card, model, requests)
     known = {x.source.key: card.known.of(x.source) for step in (one, two) for x in step.kernels}
     name = MODELS[model][2].replace("one request", f"{requests} requests")
@@ -404,7 +404,7 @@ def main() -> None:
                         float(f"{x:.3g}") for x in (usual, min(usual, *ends), max(usual, *ends))
                     ]
                     print(f"{name:10} {what:70} {rows[what]}", flush=True)
-                # a part is written at once; rows that are no more leave when all are there
+                # a part is written at once; rows that no longer exist leave when all are there
                 predicted[name] = predicted.get(name, {}) | rows
                 PREDICTED.write_text(json.dumps(predicted, indent=1) + "\n")
         predicted[name] = rows

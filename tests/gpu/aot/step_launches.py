@@ -49,7 +49,7 @@ def write_record(found: dict[str, Counts], path: Path = RECORD) -> None:
 
 
 def of_step(counts: Counts, layers: int) -> int:
-    """Launches of a step in a graph of so many layers."""
+    """Launches of a step in a graph of this many layers."""
     inside = [count for kernel, count in counts.items() if not kernel.startswith("outside:")]
     return sum(layer * layers + rest for layer, rest in inside)
 

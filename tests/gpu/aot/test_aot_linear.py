@@ -111,7 +111,7 @@ def test_integers_become_floats_without_conversions(hopper: dict[Job, dict[str, 
 
 @pytest.mark.slow
 def test_a_card_without_matrix_instructions_multiplies_with_plain_ones() -> None:
-    """Triton no longer uses the units of sm_75; docs/benchmarks.md says what runs where."""
+    """Triton no longer uses the units of sm_75; docs/bench/benchmarks.md says what runs where."""
     old = ("float16", "cuda", 75)
     jobs = [("q4_0", "product_one", 1, *old), ("q4_0", "product", 16, *old)]
     found = run("compile_kernels.py", jobs, read=True)

@@ -67,7 +67,7 @@ def _nbytes(started: Started, without: Sequence[str], only: Sequence[str] | None
 
 
 def _instructions(found: Numbers, turns: float) -> dict[str, float]:
-    """Of a program whose main loop makes so many turns."""
+    """Of a program whose main loop makes this many turns."""
     warps = found["warps"]
     each = {"instructions": "loop", "alu": "loop_alu", "fma": "loop_fma"}
     return {

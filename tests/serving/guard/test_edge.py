@@ -330,7 +330,7 @@ def test_path_tricks(port: int, app: App, request_line: str) -> None:
     ],
 )
 def test_the_host_of_a_target_counts(port: int, target: str, host: str, status: int) -> None:
-    """With h11 such a target is no path."""
+    """With h11 such a target is not a path."""
     from uvicorn.protocols.http import auto
 
     known = hasattr(auto.AutoHTTPProtocol, "on_url")

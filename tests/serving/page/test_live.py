@@ -32,7 +32,7 @@ class NoMetrics(Open):
 
 @contextmanager
 def running(llm: FakeLLM, count: int, **params: Any) -> Iterator[None]:
-    """So many requests that run or wait."""
+    """This many requests that run or wait."""
     streams = [llm.stream("a b c", SamplingParams(**params)) for _ in range(count)]
     threads = [threading.Thread(target=lambda one=one: next(one)) for one in streams]
     for thread in threads:

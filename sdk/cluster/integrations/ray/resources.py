@@ -9,7 +9,7 @@ import ray
 from sdk.api.errors import RequestError
 
 #: Of an actor's memory, what is not the LLM's. With Python, torch, Ray Data and a model of 3 MB an
-#: actor has 400 MiB, of which 32 are planned for the LLM (docs/ray.md).
+#: actor has 400 MiB, of which 32 are planned for the LLM (docs/cluster/ray.md).
 _OUTSIDE = 2**29
 
 
