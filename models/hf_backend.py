@@ -181,7 +181,7 @@ def _sizes(hf_config: Any, c: Any) -> ModelConfig:
         kv_heads, head_dim = heads, c.qk_nope_head_dim + c.qk_rope_head_dim
     found = ModelConfig.from_dict(
         {
-            "model_type": "",  # the rules of a model of ours do not apply to transformers' code
+            "model_type": "transformers",  # rules of a model of ours do not apply to its code
             "vocab_size": getattr(c, "vocab_size", None),
             "hidden_size": hidden,
             "intermediate_size": getattr(c, "intermediate_size", None) or hidden,

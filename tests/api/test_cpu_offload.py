@@ -52,7 +52,7 @@ def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]
 def test_whole_layers_go_from_the_end_until_the_bytes_asked_for_are_out(smollm2: Path) -> None:
     whole, told = _planned(smollm2)
     assert told == {} and whole.offloaded == 0
-    one, told = _planned(smollm2, cpu_offload=1)
+    one, told = _planned(smollm2, cpu_offload="1MiB")
     assert one.layers_away == 1 and told == {"host_from": 29}
     layer = one.offloaded
     assert 2 * MIB < layer < 3 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -233,12 +234,17 @@ def test_the_command_prints_a_row_per_model_and_writes_json_and_markdown(
 def test_what_was_measured_before_a_file_failed_is_told(
     golden: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = [str(golden / "gguf-Q8_0" / "model.gguf"), str(tmp_path / "missing.gguf")]
+    lacking = tmp_path / "lacking"  # its headers are right
+    shutil.copytree(golden / "gptq-w8-g128", lacking)
+    config = json.loads((lacking / "config.json").read_text())
+    layers = {"num_hidden_layers": config["num_hidden_layers"] + 1}
+    (lacking / "config.json").write_text(json.dumps({**config, **layers}))
+    models = [str(golden / "gguf-Q8_0" / "model.gguf"), str(lacking)]
     command = ["eval", *models, "--text", str(prose), "--tokens", "16", "--windows", "2"]
     assert main(command) == 2
     told = capsys.readouterr()
     assert len(told.out.splitlines()) == 5
-    assert "missing.gguf" in told.err
+    assert "lacking" in told.err
 
 
 def test_the_frontier_is_what_no_other_model_beats_in_both() -> None:
@@ -263,7 +269,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["eval", "/nowhere", "--plot", "out.png"]) == 2
+    assert main(["eval", str(golden / "gguf-Q8_0" / "model.gguf"), "--plot", "out.png"]) == 2
     assert "--plot: matplotlib is not installed" in capsys.readouterr().err
 
 
@@ -303,9 +309,9 @@ def test_a_bad_text_file_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
 def test_the_command_refuses_a_file_it_cannot_write_before_it_measures(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (tmp_path / "missing" / "out", tmp_path):
-        assert main(["eval", "/nowhere", option, str(path)]) == 2
+        assert main(["eval", str(golden / "gguf-Q8_0" / "model.gguf"), option, str(path)]) == 2
         expected = f"embedlm: {option}: expected a file that can be written, found {path}\n"
         assert capsys.readouterr().err == expected

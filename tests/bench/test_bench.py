@@ -60,8 +60,8 @@ def test_counts_are_positive(option: str, capsys: Captured) -> None:
     assert "expected a positive integer, found '0'" in capsys.readouterr().err
 
 
-def test_one_output_token_leaves_nothing_to_decode(capsys: Captured) -> None:
-    assert main(["bench", "x.gguf", "--output-len", "1"]) == 2
+def test_one_output_token_leaves_nothing_to_decode(golden: Path, capsys: Captured) -> None:
+    assert main(["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--output-len", "1"]) == 2
     assert "--output-len: expected at least 2" in capsys.readouterr().err
 
 
@@ -96,19 +96,19 @@ def test_each_peer_may_have_an_interpreter_of_its_own() -> None:
 
 
 def test_a_peer_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["bench", "x.gguf", "--against", "llama.cpp"]) == 2
+    assert main(["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--against", "llama.cpp"]) == 2
     assert "--against llama.cpp: llama_cpp is not installed here" in capsys.readouterr().err
     engines.check_peer(Peer("llama.cpp", "/a/python"))  # the worker will say
 
 
 def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "x.gguf", "--plots", "folder"]) == 2
+    assert main(["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--plots", "folder"]) == 2
     assert "--plots: matplotlib is not installed" in capsys.readouterr().err
 
 

@@ -79,14 +79,19 @@ def test_a_real_answer_has_the_structure(smollm2: Path, tmp_path: Path, capsys: 
         (["--choice", "a"] * 10_001, "--choice: expected 1 to 10000 strings"),
     ],
 )
-def test_mistakes_are_one_line_before_the_model_is_opened(
-    argv: list[str], words: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_one_line_before_the_model_is_loaded(
+    argv: list[str],
+    words: str,
+    golden: Path,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "LIST").write_text("[]")
     (tmp_path / "LATIN").write_bytes(b"\xff")
     (tmp_path / "HUGE").write_bytes(b" " * (2**22 + 1))
-    assert main(["run", "no-such-model.gguf", "-p", "x", *argv]) == 2
+    assert main(["run", str(golden / "gguf-Q8_0" / "model.gguf"), "-p", "x", *argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("embedlm: ") and error.count("\n") == 1
     assert re.search(words, error), error
@@ -105,9 +110,11 @@ def test_only_one_structure_may_be_given(capsys: Captured) -> None:
     assert "argument --choice: not allowed with argument --regex" in capsys.readouterr().err
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_missing_library_is_named(
+    golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     library.library.cache_clear()
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    assert main(["run", "no-such-model.gguf", "-p", "x", "--regex", "a"]) == 2
+    assert main(["run", str(golden / "gguf-Q8_0" / "model.gguf"), "-p", "x", "--regex", "a"]) == 2
     assert "--regex: structured output needs the package llguidance" in capsys.readouterr().err
     library.library.cache_clear()

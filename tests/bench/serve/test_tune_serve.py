@@ -297,9 +297,9 @@ def test_the_search_works_on_engines() -> None:
     ],
 )
 def test_options_that_do_not_fit_together_are_one_line(
-    argv: list[str], said: str, capsys: Captured
+    argv: list[str], said: str, golden: Path, capsys: Captured
 ) -> None:
-    assert main(["tune", "serve", "m.gguf", *argv]) == 2
+    assert main(["tune", "serve", str(golden / "gguf-Q8_0" / "model.gguf"), *argv]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 
