@@ -235,7 +235,7 @@ def test_what_was_measured_before_a_file_failed_is_told(
     golden: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lacking = tmp_path / "lacking"  # its headers are right
-    shutil.copytree(golden / "gptq-w8-g128", lacking)
+    shutil.copytree(golden / "ct-w4a16", lacking)
     config = json.loads((lacking / "config.json").read_text())
     layers = {"num_hidden_layers": config["num_hidden_layers"] + 1}
     (lacking / "config.json").write_text(json.dumps({**config, **layers}))

@@ -104,7 +104,7 @@ def test_every_command_that_takes_a_model_looks_for_it() -> None:
     with_models = {line[0] for line in COMMAND_LINES}
     assert with_models == COMMANDS.keys() - {"doctor", "keys", "fetch-demo"}
     for command in with_models:
-        assert hasattr(import_module(f"sdk.cli.{COMMANDS[command]}"), "model_arguments")
+        assert hasattr(import_module(COMMANDS[command]), "model_arguments")
 
 
 def test_random_weights_and_names_of_servers_are_no_files() -> None:

@@ -106,7 +106,7 @@ def test_the_page_with_all_options_and_differences_is_current(tmp_path: Path) ->
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     for name in ("sdk", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "compat").mkdir(parents=True)
     (tmp_path / "docs" / "compat" / "compat_reference.md").write_text(
         "an old page", encoding="utf-8"
     )

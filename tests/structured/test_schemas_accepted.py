@@ -554,7 +554,7 @@ def test_without_llguidance_the_extra_is_named(
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     fresh = GrammarCompiler(compiler._tokenizer, compiler._vocab_size, compiler._eos_token_ids)
     try:
-        with pytest.raises(RequestError, match=r"pip install 'embedlm\[structured\]'"):
+        with pytest.raises(RequestError, match=r'pip install "embedlm\[structured\]"'):
             fresh.compile(StructuredOutputsParams(json=int))
     finally:
         library.library.cache_clear()

@@ -25,8 +25,8 @@ def _loaded(name: str, folder: Path = HERE) -> ModuleType:
 
 
 _loaded("decoding")
-_loaded("fake_cuda", HERE.parent / "engine")
-_loaded("fake_card", HERE.parent / "engine")
+_loaded("fake_cuda", HERE.parents[1] / "engine")
+_loaded("fake_card", HERE.parents[1] / "engine")
 
 
 @pytest.fixture

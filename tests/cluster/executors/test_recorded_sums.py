@@ -58,7 +58,7 @@ def groups(remote: ModuleType, tmp_path: Path) -> Iterator[Make]:
             for low in range(size):
                 for high in range(low + 1, size):
                     ends = stack.enter_context(remote.connected())
-                    peers[high][low], peers[low][high] = remote.shake_hands(*ends)
+                    peers[high][low], peers[low][high] = ends
             return [TcpGroup(rank, found, limit_s) for rank, found in enumerate(peers)]
 
         def make(kind: str, size: int, limit_s: float = AN_HOUR_S) -> list[Any]:

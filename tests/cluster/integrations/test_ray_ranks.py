@@ -20,8 +20,8 @@ from sdk.api.errors import EngineClosedError, EngineDeadError
 from sdk.cluster.executors.process import ProcessExecutor
 from sdk.cluster.executors.ray_ranks import RayRanks
 from sdk.engine.plan import StepPlan
+from tests.cluster.executors import rank_runner
 from tests.cluster.integrations.conftest import OBJECT_STORE
-from tests.executors import rank_runner
 
 PROMPTS = ["the cat sat on", "the dog said hello", "a small model"]
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
