@@ -45,7 +45,8 @@ def page() -> str:
     shapes = [f"| `{key}` | {a} | {b} | {why} |" for (key, a, b), why in SHAPES.items()]
     titles = {"vllm": "vLLM", "llama_cpp": "llama-cpp-python", "openai": "openai"}
     differences = [table(f"| {titles[name]} | why |", DIFFERENCES[name]) for name in titles]
-    api, translated = "[api.md](../api.md#llmmodel-options)", "[compat.md](compat.md#options-of-vllm)"
+    api = "[api.md](../api.md#llmmodel-options)"
+    translated = "[compat.md](compat.md#options-of-vllm)"
     free = "**Without effect on answers**, so any value is accepted:"
     parts = [
         "# Every option and difference of sdk.compat",
