@@ -138,6 +138,8 @@ class Processes:
                             stdout=log,
                             stderr=subprocess.STDOUT,
                             start_new_session=True,
+                            # `nohup ... &` leaves SIGINT ignored, which ends what is late
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                         )
                     )
             self._wait(started, end, tick)
@@ -546,7 +548,7 @@ def main(arguments: Sequence[str]) -> int:
             Processes(),
             python=given("PYTHON") or sys.executable,
             out=Path(given("OUT") or ROOT / "build" / "gpu").absolute(),
-            build=ROOT / "build" / "gpu-logs",
+            build=Path(os.environ.get("GPU_LOGS") or ROOT / "build" / "gpu-logs"),
             rows=rows,
             tests=tests,
         )

@@ -169,6 +169,8 @@ class Driver:
         with self._lock:
             ids = tuple(name for name in request_ids if name in self._sinks)
             if ids and not self._closed:
+                for name in ids:  # what comes next is added after they have gone
+                    self._sinks[name] = self._sinks[name]._replace(slots=0)
                 self._inbox.append(_Abort(ids))
                 self._wakeups.notify_all()
 

@@ -42,7 +42,8 @@ def check_new(jobs: Sequence[Job], unfinished: Container[str]) -> None:
 
 
 class Place(NamedTuple):
-    """An unfinished request: where its outputs go, and the slots that it takes while it runs."""
+    """An unfinished request: where its outputs go, and the slots that it takes while it runs; none
+    once it is being aborted."""
 
     sink: OutputSink
     tenant: str | None
@@ -106,7 +107,8 @@ class QueueLimit:
 
     def ended(self, place: Place) -> None:
         """A request has ended."""
-        self._ends.append((time.monotonic(), place.slots))
+        if place.slots:  # those that were aborted say nothing about speed
+            self._ends.append((time.monotonic(), place.slots))
 
 
 #: The length of an answer while none has ended.

@@ -95,6 +95,18 @@ def test_without_waiting_only_free_slots_count(tiny_path: Path) -> None:
         assert llm.generate(ids(2), ONE)
 
 
+def test_a_request_that_is_being_aborted_takes_no_slot(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64, max_num_seqs=1, max_waiting=0) as llm:
+        gate = Gate()
+        first = llm.stream(ids(0), LONG.clone(logits_processors=[gate]))
+        with pytest.raises(QueueFullError):
+            llm.enqueue(ids(1), ONE)
+        first.close()  # it is still in its step
+        second = llm.enqueue(ids(1), ONE)
+        gate.open()
+        assert [output.request_id for output in llm.wait_for_completion()] == second
+
+
 def test_a_tenant_that_uses_less_than_its_share_is_accepted_beside_a_full_queue(
     tiny_path: Path,
 ) -> None:

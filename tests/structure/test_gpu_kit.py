@@ -260,6 +260,7 @@ def script(tmp_path: Path, *parts: str, **given: str) -> tuple[int, str, list[st
     fake.write_text(FAKE)
     fake.chmod(0o755)
     own = {"PYTHON": str(fake), "NOTED": str(noted), "OUT": str(tmp_path / "out"), "MISSING": ""}
+    own["GPU_LOGS"] = str(tmp_path / "logs")  # other tests run at the same time
     others = {k: v for k, v in os.environ.items() if k not in ("PARTS", "GPU_SECONDS", "ROWS")}
     done = subprocess.run(
         [sys.executable, SCRIPT, *parts],
