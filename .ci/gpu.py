@@ -13,11 +13,11 @@
 ``PARTS`` in the environment names them too (``make gpu PARTS=A``). ``GPU_SECONDS`` is what all of
 them may take together (from 60; by default what their seconds below add up to, 780 for all). A part
 gets its share of what is left; it ends in time, and what it has found by then is in ``OUT``
-(``build/gpu``), at most eight files. A part that fails, hangs or loses the card does not keep the
-next from running. ``ROWS`` names rows for ``bench``, ``TESTS`` tests for ``sanitize``. ``PYTHON``
-is the interpreter that has torch, triton, safetensors and numpy, for the tests pytest, and for
-peers transformers; this script itself needs nothing. Exit status: 0, 1 (something failed), 2 (not
-asked as above), 130 (Ctrl-C).
+(``build/gpu``), at most eight files; logs are in ``GPU_LOGS`` (``build/gpu-logs``). A part that
+fails, hangs or loses the card does not keep the next from running. ``ROWS`` names rows for
+``bench``, ``TESTS`` tests for ``sanitize``. ``PYTHON`` is the interpreter that has torch, triton,
+safetensors and numpy, for the tests pytest, and for peers transformers; this script itself needs
+nothing. Exit status: 0, 1 (something failed), 2 (not asked as above), 130 (Ctrl-C).
 """
 
 from __future__ import annotations
