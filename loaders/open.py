@@ -134,7 +134,7 @@ def check_there(model: str | Path) -> None:
 
 
 def _hub_id(model: str | Path) -> HubModel:
-    """What a name that is no path names. :raises CheckpointError: nothing can have this name."""
+    """The hub model that a name means. :raises CheckpointError: nothing can have this name."""
     if not isinstance(model, str):
         raise CheckpointError(f"{model}: no such file or folder")
     check_no_url(model)

@@ -43,7 +43,7 @@ class ExpertWeights:
 
 
 class PackedLinear:
-    """See :class:`sdk.kernels.registry.LinearKernel`.
+    """See :class:`sdk.kernels.backend.LinearKernel`.
 
     ``activation_bits`` 8: activations are quantized per 32 values (quantized weights only). 16: in
     blocks whose scale is above their row's root mean square, the residual is quantized and

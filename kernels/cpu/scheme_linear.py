@@ -25,7 +25,7 @@ _RULES = {"plain": 1, "mx": 2, "power": 3, "nv": 4}
 
 
 class SchemeLinear(PackedLinear):
-    """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact."""
+    """See :class:`sdk.kernels.backend.LinearKernel`; a weight without a scheme is exact."""
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory) -> None:
         super().__init__(runtime, memory, 32)

@@ -32,7 +32,7 @@ _TYPES = ("float32", "float16", "bfloat16")
 
 
 class DenseLinear:
-    """See :class:`sdk.kernels.registry.LinearKernel`.
+    """See :class:`sdk.kernels.backend.LinearKernel`.
 
     x is rounded to the weight's type. With ``fixed`` everything is rejected, because the library's
     order of additions depends on the number of tokens. ``exact``: for weights of 16 bits and

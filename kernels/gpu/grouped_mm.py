@@ -61,7 +61,7 @@ class StackedExperts(Experts[Dense]):
 
 
 class GroupedMM(DenseLinear):
-    """See :class:`sdk.kernels.registry.LinearKernel` and the module."""
+    """See :class:`sdk.kernels.backend.LinearKernel` and the module."""
 
     def __init__(self, tuning: Tuning, device: torch.device, *, fixed: bool = False) -> None:
         super().__init__(fixed=fixed)

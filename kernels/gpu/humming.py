@@ -57,7 +57,7 @@ class HummingWeight:
 
 
 class HummingLinear(TritonLinear):
-    """See :class:`sdk.kernels.registry.LinearKernel` and the module."""
+    """See :class:`sdk.kernels.backend.LinearKernel` and the module."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

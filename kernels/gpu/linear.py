@@ -58,7 +58,7 @@ ONE_BY_ONE = 8
 
 
 class TritonLinear:
-    """See :class:`sdk.kernels.registry.LinearKernel`.
+    """See :class:`sdk.kernels.backend.LinearKernel`.
 
     ``dtype``: the type to which x and dequantized weights are rounded for the matrix units; inputs
     in float16 or bfloat16 keep their type. float32 rounds nothing (``compute="exact"``). ``fixed``:

@@ -44,7 +44,7 @@ _ROWS = 128
 
 
 class TritonLinearAsFile(TritonLinear):
-    """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
+    """See :class:`sdk.kernels.backend.LinearKernel`; a weight without a scheme is exact.
 
     ``codes``: those that the card's matrix units multiply as bytes, see :func:`bytes_of_card`.
     """

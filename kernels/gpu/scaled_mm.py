@@ -37,7 +37,7 @@ WRITTEN = (torch.float32, torch.bfloat16)
 
 
 class ScaledMM(TritonLinearAsFile):
-    """See :class:`sdk.kernels.registry.LinearKernel` and the module."""
+    """See :class:`sdk.kernels.backend.LinearKernel` and the module."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

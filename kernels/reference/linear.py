@@ -26,7 +26,7 @@ OUT_TILE = 2048
 
 
 class ReferenceLinear:
-    """See :class:`sdk.kernels.registry.LinearKernel`."""
+    """See :class:`sdk.kernels.backend.LinearKernel`."""
 
     name = "reference.linear"
     reads_parts = False

@@ -121,7 +121,7 @@ class RequestProgress:
         self._done = 0
 
     def show(self, done: Mapping[str, Output]) -> None:
-        """See :class:`sdk.requests.job_maker.Progress`."""
+        """See :class:`sdk.requests.job_runner.Progress`."""
         if len(done) > self._done:
             self._done = len(done)
             self._report(self._done, self._total)
@@ -152,7 +152,7 @@ class TokenProgress:
         self._ended_tokens = 0
 
     def show(self, done: Mapping[str, Output]) -> None:
-        """See :class:`sdk.requests.job_maker.Progress`."""
+        """See :class:`sdk.requests.job_runner.Progress`."""
         now = time.monotonic()
         if now < self._next_look:
             return

@@ -7,34 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sdk.api.errors import RequestError
-from sdk.api.lora import LoRAInfo
-from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompt_kinds import ChatOptions, special_tokens_of
 from sdk.requests.prompts import Prompt, PromptLike
 from sdk.requests.vectors import Wanted
 from sdk.serving.access import Caller, Refused
 from sdk.serving.model_files import ModelFiles, files_of
-from sdk.tokenizer import LLMTokenizer
 from sdk.tools import reasoning_of
 
 T = TypeVar("T")
-
-
-class LanguageModel(Protocol):
-    """What the server uses of an :class:`sdk.LLM`."""
-
-    max_model_len: int
-    config: Any
-
-    def astream(self, prompt: Any, sampling_params: Any = None, **more: Any) -> Any: ...
-    def get_default_sampling_params(self) -> SamplingParams: ...
-    def get_tokenizer(self) -> LLMTokenizer: ...
-    def get_metrics(self) -> dict[str, float]: ...
-    def list_loras(self) -> list[LoRAInfo]: ...
 
 
 class Served:
