@@ -87,6 +87,8 @@ def _typed(key: str, value: Any) -> bytes:
         kind = _NUMBERS[value.dtype.name]
         head = struct.pack("<IIQ", _ARRAY, kind, len(value))
         return head + value.astype(value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, list) and value and all(isinstance(item, bool) for item in value):
+        return struct.pack(f"<IIQ{len(value)}?", _ARRAY, _BOOL, len(value), *value)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
         return head + b"".join(map(_string, value))

@@ -85,7 +85,8 @@ def tiny_model(
 
     ``format``: ``"float16"`` (a folder, not quantized) or a scheme of :func:`sdk.quantize`:
     ``"q4_k_m"`` and ``"f16"`` are GGUF files, ``"gptq"``, ``"awq"``, ``"int4"`` and ``"fp8"``
-    folders. ``architecture``: a ``model_type`` (docs/models.md).
+    folders. ``architecture``: the ``model_type`` of a native decoder
+    (docs/models.md).
 
     :raises RequestError: an argument is wrong. :raises QuantizationError: the format is unknown,
         does not suit the architecture, or the result exists.
@@ -117,21 +118,30 @@ def tiny_model(
         return quantize(plain, target, format, calibration=calibration, **how)
 
 
+def tiny_architectures() -> tuple[Architecture, ...]:
+    """The models that :func:`tiny_model` writes: native decoders whose folders are read, and whose
+    configs need no more than the sizes of a Llama."""
+    known = (one for one in architectures() if one.config.causal and one.folders)
+    return tuple(one for one in known if one.model_type not in _OTHER_SIZES)
+
+
 def _known(name: object) -> Architecture:
     found = architecture(name) if isinstance(name, str) else None
-    if found is None:
-        names = ", ".join(one.model_type for one in architectures())
+    if found is None or found not in tiny_architectures():
+        names = ", ".join(one.model_type for one in tiny_architectures())
         raise RequestError(f"architecture: expected one of {names}, found {safe_repr(name)}")
     return found
 
 
+#: Sizes in parts of their own, kinds of layers, or tensors whose shapes only the model knows.
+_OTHER_SIZES = ("dbrx", "granitemoehybrid", "hyperclovax", "laguna", "spark2_5")
 #: What a GGUF file of a model can express, where the defaults of its class are something else.
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
         "sliding_window": None,
         "layer_types": ["full_attention", "full_attention"],
     },
-    "olmoe": {"norm_topk_prob": False},
+    "olmoe": {"norm_topk_prob": False, "num_key_value_heads": _SHAPE["num_attention_heads"]},
     "qwen2_moe": {"norm_topk_prob": False},
 }
 
