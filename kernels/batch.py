@@ -7,6 +7,7 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.states import StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class AttentionBatch:
       attention of the step is divided. ``find_places`` writes it, once for all layers.
     - ``splits``: of ``work``, see :class:`WorkShape`.
     - ``token_types``: int64 ``[T]`` for models that tell two texts apart: 0, and 1 in the second.
+    - ``windows``: for each window group of the cache the same step with that group's ``page_table``
+      and ``slots``. Entries of pages that have left the window are arbitrary.
+    - ``states``: for models with recurrent states.
     """
 
     positions: Tensor
@@ -66,6 +70,13 @@ class AttentionBatch:
     lengths: tuple[tuple[int, int], ...] | None = None
     splits: int = 0
     token_types: Tensor | None = None
+    windows: tuple[AttentionBatch, ...] = ()
+    states: StateBatch | None = None
+
+    def of_group(self, group: int | None) -> AttentionBatch:
+        """The step as the layers of a window group see it. ``None``: of layers that keep all
+        tokens. If nothing is given back, all layers have one page table."""
+        return self if group is None or not self.windows else self.windows[group]
 
     def check(self, pages: KVPages | None = None) -> None:
         """Check types and shapes. Operators check the contents when they use them.

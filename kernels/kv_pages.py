@@ -49,7 +49,13 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
+        """Of keys."""
         return self.k.shape[3] * self.k_type.packing
+
+    @property
+    def value_dim(self) -> int:
+        """Of values; 0 for latent pages, whose values are the first numbers of their keys."""
+        return self.v.shape[3] * self.v_type.packing
 
     @property
     def dtype(self) -> str:

@@ -14,6 +14,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
+from sdk.quant.caches import window_groups
 from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Attention:
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
+        groups = window_groups(c.caches)
+        self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
         self.query_scale = c.query_scale
@@ -135,13 +138,12 @@ class Attention:
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
-        q = self.ops.rope_and_cache(
-            q, k, v, cos, sin, step.batch, pages, self.norms, self.query_scale
-        )
+        batch = step.batch.of_group(self.group)
+        q = self.ops.rope_and_cache(q, k, v, cos, sin, batch, pages, self.norms, self.query_scale)
         y = self.ops.attention(
             q,
             pages,
-            step.batch,
+            batch,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,

@@ -39,6 +39,7 @@ from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
+from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
 
 
@@ -115,6 +116,19 @@ class ModelConfig:
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
         return self.layer_heads[layer] if self.layer_heads else self.num_heads
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """What its layers keep of the tokens before, in the order of the layers."""
+        dim = self.head_dim
+        return tuple(
+            AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
+        )
+
+    def caches_of(self, layer: int) -> tuple[int, ...]:
+        """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
+        Layers may share one."""
+        return (layer,)
 
     @property
     def embedding_width(self) -> int:

@@ -43,7 +43,7 @@ class CausalLM(Protocol):
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
         the model's scale; only the first stage reads them. Keys and values are written into ``kv``,
-        one entry for each layer of this stage; of a model that is not causal, one for all of them.
+        one entry for each cache of this stage; of a model that is not causal, one for all of them.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -269,6 +269,9 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
+        first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
+        #: For each layer of this stage the places of its caches among those of the stage.
+        self._caches = {i: tuple(one - first for one in c.caches_of(i)) for i in self.numbers}
         self.norm: Norm | None = None
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
@@ -305,9 +308,8 @@ class Decoder:
         angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
         step = Step(batch, angles, self.biases)
         self.streams = []
-        if not self.config.causal:
-            kv = [*kv] * len(self.layers)
-        for i, layer, pages in zip(self.numbers, self.layers, kv, strict=True):
+        for i, layer in zip(self.numbers, self.layers, strict=True):
+            pages = kv[0] if not self.config.causal else kv[self._caches[i][0]]
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))

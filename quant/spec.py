@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
+from sdk.quant.caches import AttentionCache
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class KVSpec:
     Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` of the types in
     ``dtype`` (see :class:`KVTypes`): floats, or codes with a scale per token, head and group.
     Tiered pages, ``float16>int8>int4``, count as pages of the first type.
+    ``caches``: the shape of each layer's, where layers differ.
     """
 
     num_layers: int
@@ -220,21 +222,32 @@ class KVSpec:
     head_dim: int
     page_size: int
     dtype: str = "float16"
+    caches: tuple[AttentionCache, ...] = ()
+
+    def cache(self, layer: int) -> AttentionCache:
+        """The shape of one layer's keys and values."""
+        if self.caches:
+            return self.caches[layer]
+        return AttentionCache(self.kv_heads, self.head_dim, self.head_dim)
 
     def parts(self, layer: int) -> tuple[KVPart, KVPart]:
         """The keys and the values of one layer in one page."""
         k, v = KVTypes.parse(self.dtype).of_layer(layer)
-        return self._part(k, 0), self._part(v, 1)
+        cache = self.cache(layer)
+        values = 0 if cache.latent else cache.value_dim
+        return self._part(k, 0, cache.kv_heads, cache.key_dim), self._part(
+            v, 1, cache.kv_heads, values
+        )
 
     @property
     def key_type(self) -> KVType:
         """Of the keys, except in layers that are kept in another type."""
         return KV_TYPES[KVTypes.parse(self.dtype).k]
 
-    def _part(self, kind: KVType, side: int) -> KVPart:
-        groups = kind.scales_per_head(self.head_dim, side)
-        slots = self.kv_heads * self.page_size
-        codes = kind.code_bytes(slots * self.head_dim)
+    def _part(self, kind: KVType, side: int, heads: int, width: int) -> KVPart:
+        groups = kind.scales_per_head(width, side) if width else 0
+        slots = heads * self.page_size
+        codes = kind.code_bytes(slots * width)
         scales = slots * groups * kind.scale_bytes
         return KVPart(kind, groups, -(-codes // 4) * 4, -(-scales // 4) * 4)
 
@@ -249,7 +262,8 @@ class KVSpec:
             types = KVTypes.parse(dtype)
             skipped = tuple(i - layers.start for i in types.skip_layers if i in layers)
             dtype = str(replace(types, skip_layers=skipped))
-        return replace(self, num_layers=len(layers), dtype=dtype)
+        caches = self.caches[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), dtype=dtype, caches=caches)
 
     @property
     def tiers(self) -> tuple[KVSpec, ...]:

@@ -68,6 +68,29 @@ class SequenceSpec:
     prompt_embeds: Any = field(default=None, compare=False, repr=False)
 
 
+class Frames(NamedTuple):
+    """The memory of consecutive pages of one request in one window group of the cache.
+
+    ``group``: the index of the group among the window groups. ``first``: the index of the first
+    page in the request's page table; its place in the group's memory is ``frames[0]``.
+    """
+
+    group: int
+    first: int
+    frames: tuple[int, ...]
+
+
+class StateSave(NamedTuple):
+    """The state of a request after its first ``num_tokens`` tokens is also written to ``slot``.
+
+    The tokens are among those that the request runs in the step, and not drafts.
+    """
+
+    request_id: str
+    num_tokens: int
+    slot: int
+
+
 class RequestStart(NamedTuple):
     """Everything a rank must know about a request that is new to it, or that starts over: after a
     preemption, or a rewind of its answer.
@@ -87,6 +110,17 @@ class RequestStart(NamedTuple):
     mirostat_mu: float | None = None
     #: Tokens that must not come next, because a banned string began with them.
     forbidden: tuple[int, ...] = ()
+    #: For each window group of the cache where the pages are that the next token still sees.
+    frames: tuple[Frames, ...] = ()
+    #: Of a model with recurrent states: the slots of this sequence. A row without drafts writes its
+    #: last state to the current one, at first ``slots[0]``. In a row with drafts the state after
+    #: the token at index i goes to slot ``current + 1 + i`` (modulo their number), so that the
+    #: current one after the step is that of the last accepted token. There is one more than a row
+    #: has drafts at most.
+    state_slots: tuple[int, ...] = ()
+    #: The slot with the state after ``num_computed`` tokens, a snapshot or ``state_slots[0]``; -1:
+    #: zeros. Only the first row reads it.
+    initial_state: int = -1
 
     @property
     def request_id(self) -> str:
@@ -157,7 +191,7 @@ class StepPlan(NamedTuple):
     """One step: its rows in batch order, and updates for the ranks.
 
     Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``new_pages``,
-    ``dropped``, ``started``. Then they run the rows.
+    ``new_frames``, ``dropped``, ``started``. Then they run the rows.
     """
 
     step_id: int
@@ -174,6 +208,10 @@ class StepPlan(NamedTuple):
     #: Tokens that rank 0 sampled since the last plan, by request, for ranks that do not sample. The
     #: executor adds them when it sends the plan to these ranks.
     sampled: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    #: Memory in window groups for pages that requests are about to write.
+    new_frames: tuple[tuple[str, Frames], ...] = ()
+    #: Snapshots of recurrent states, taken while the rows run.
+    state_saves: tuple[StateSave, ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -250,7 +250,8 @@ class KVCache:
 
 def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed: bool) -> KVPages:
     """One layer's views of ``pages [num_pages, bytes]``, from byte ``begin`` of a page on."""
-    heads, slots = spec.kv_heads, spec.page_size
+    cache, slots = spec.cache(layer), spec.page_size
+    heads = cache.kv_heads
 
     def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
         """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
@@ -262,8 +263,9 @@ def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed:
 
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
-    for part in (keys, values):
-        width = spec.head_dim // part.type.packing
+    widths = cache.key_dim, 0 if cache.latent else cache.value_dim
+    for part, values_per_head in zip((keys, values), widths, strict=True):
+        width = values_per_head // part.type.packing
         transposed = keys_transposed and part is keys
         shape = (heads, width, slots) if transposed else (heads, slots, width)
         codes.append(view(part.type.storage_dtype, offset, shape))

@@ -25,10 +25,12 @@ from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
     Duplicate,
+    Frames,
     Move,
     Pooling,
     RequestStart,
     SequenceSpec,
+    StateSave,
     StepPlan,
     StepRow,
     Swap,
@@ -66,6 +68,9 @@ starts = st.builds(
     max_len=small,
     mirostat_mu=st.none() | st.floats(allow_nan=False),
     forbidden=many,
+    frames=st.lists(st.builds(Frames, small, small, many), max_size=2).map(tuple),
+    state_slots=many,
+    initial_state=st.integers(-1, 9),
 )
 copies = st.one_of(
     st.builds(Swap, small, small, st.booleans()),
@@ -87,6 +92,8 @@ plans = st.builds(
     tuples(ids),
     tuples(copies),
     tuples(st.tuples(ids, many)),
+    tuples(st.tuples(ids, st.builds(Frames, small, small, many))),
+    tuples(st.builds(StateSave, ids, small, small)),
 )
 values = st.recursive(
     st.none()

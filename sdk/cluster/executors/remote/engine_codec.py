@@ -11,10 +11,12 @@ from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
     Duplicate,
+    Frames,
     Move,
     Pooling,
     RequestStart,
     SequenceSpec,
+    StateSave,
     StepPlan,
     StepRow,
     Swap,
@@ -28,7 +30,8 @@ from sdk.quant.spec import KVSpec
 PROTOCOL = "embedlm-ranks/2"
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
-    *(StepPlan, StepRow, RequestStart, Pooling, Swap, Move, Duplicate, RankCall),
+    *(StepPlan, StepRow, RequestStart, Frames, StateSave),
+    *(Pooling, Swap, Move, Duplicate, RankCall),
     *(RunnerConfig, KVSpec, kv_transfer.LayerKV, page_rows.RankRows, LowRank),
 )
 #: Only rank 0 samples and drafts: the others need to know that there are drafts, and which logits

@@ -1,0 +1,66 @@
+"""What the layers of a model keep of the tokens before: the kinds of caches.
+
+A model names its caches in the order of its layers (``ModelConfig.caches``). A layer may have one,
+two (attention beside a recurrent mixer) or none, and layers may share one. The engine allocates
+memory, finds prefixes and moves contents by these descriptions alone; only operators know what the
+numbers mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: Bytes of an element of a state, by the name of its torch dtype.
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class AttentionCache(NamedTuple):
+    """Keys and values of every token in pages.
+
+    ``kv_heads``: of all ranks together, or of one. ``window``: how many tokens a token sees, itself
+    included; pages that every later token is beyond are given back. ``None``: all tokens.
+    ``latent``: one vector for each token and head, whose first ``value_dim`` numbers are the
+    value: no values are stored.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    latent: bool = False
+
+
+class StatePart(NamedTuple):
+    """One tensor of a recurrent state: its name, its shape for one sequence, its torch dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one sequence."""
+        return math.prod(self.shape) * _BYTES[self.dtype]
+
+
+class StateCache(NamedTuple):
+    """A recurrent state of one size per sequence, which every token changes."""
+
+    parts: tuple[StatePart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one layer's state of one sequence."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Cache = AttentionCache | StateCache
+
+
+def window_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
+    """The windows of the window groups, in the order of their first layers. Caches with one window
+    have one page table; those that keep all tokens are in no window group."""
+    windows = (one.window for one in caches if isinstance(one, AttentionCache))
+    return tuple(dict.fromkeys(window for window in windows if window is not None))
