@@ -272,7 +272,7 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare

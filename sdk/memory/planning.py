@@ -196,8 +196,10 @@ def _demand(
     _check_split(config, model)
     # The budget contains the pages of all ranks, on this machine or on several. With more ranks
     # than heads some heads are stored twice.
-    heads = max(model.num_kv_heads, config.tensor_parallel_size)
-    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
+    spec = kv_spec(
+        model, config.block_size, dtype, lambda count: max(count, config.tensor_parallel_size)
+    )
+    page_bytes = spec.page_bytes
     # On a CPU the memory of a recorded step is its workspace.
     eager = config.enforce_eager or not on_cards
     return MemoryDemand(

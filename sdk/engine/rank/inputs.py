@@ -34,7 +34,8 @@ class StepInputs:
     ``max_requests`` and ``max_outputs``: the most rows and output rows of a step. ``find_shared``:
     look for pages that all requests begin with (``AttentionBatch.shared_len``). ``work``: the shape
     of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i. ``token_types``:
-    the model reads ``AttentionBatch.token_types``.
+    the model reads ``AttentionBatch.token_types``. ``windows``: how many window groups of the cache
+    have memory of their own.
     """
 
     def __init__(
@@ -50,13 +51,15 @@ class StepInputs:
         work: WorkShape | None = None,
         shift: int = 0,
         token_types: bool = False,
+        windows: int = 0,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
         self.finds_shared = find_shared
         self._shift = shift
         width = -(-max_model_len // page_size)
         device = device or torch.device("cpu")
-        self._table = PageTable(device, max_requests, width)
+        #: Of the layers that keep all tokens, then one for each window group.
+        self._tables = [PageTable(device, max_requests, width) for _ in range(1 + windows)]
         self._buffers = Buffers(
             device,
             (np.int64, (max_tokens,)),
@@ -77,8 +80,9 @@ class StepInputs:
         *tensors, self.adapters, self.output_adapters, types = self._buffers.tensors
         self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = tensors
         self._adapted = False  # whether the buffers contain an adapter slot
-        #: For each row of the page table: its request, and how many of its pages are written.
-        self._written: list[tuple[RankRequest | None, int]] = [(None, 0)] * max_requests
+        #: For each row of the page tables: its request, and how many entries of it are written.
+        self._written: list[tuple[RankRequest | None, tuple[int, ...]]]
+        self._written = [(None, ())] * max_requests
         self.sampling = SampleBuffers(max_outputs, draws.data)
         # Tokens, lengths, sampled tokens and their logits as ctypes arrays. A step leaves the CPU
         # caches full of weights, but ctypes' code is still in them, because the native call used
@@ -94,7 +98,7 @@ class StepInputs:
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             query_start=starts,
             context_len=lengths,
-            page_table=self._table.tensor,
+            page_table=self._tables[0].tensor,
             slots=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             page_size=page_size,
             max_query_len=max_tokens,
@@ -104,6 +108,14 @@ class StepInputs:
             else torch.zeros(work.rows, work.width, dtype=torch.int32, device=device),
             splits=0 if work is None else work.splits,
             token_types=types if token_types else None,
+        )
+        slots = [torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(windows)]
+        self.attention_batch = replace(
+            self.attention_batch,
+            windows=tuple(
+                replace(self.attention_batch, page_table=table.tensor, slots=places, group=group)
+                for group, (table, places) in enumerate(zip(self._tables[1:], slots, strict=True))
+            ),
         )
 
     def fill(self, batch: StepBatch) -> int:
@@ -166,13 +178,24 @@ class StepInputs:
             self._adapters[:] = self._output_adapters[:] = -1
 
     def write_pages(self, row: int, request: RankRequest) -> None:
-        """Write the request's pages to this row of the page table, except those already there."""
+        """Write the request's pages to this row of the page table, and its frames to those of the
+        window groups, except those already there."""
         owner, written = self._written[row]
+        tables = self._tables
+        counts = request.num_places[: len(tables)]  # a model that drafts may have pages only
         if owner is not request:
-            written = 0
-        if written != len(request.pages):
-            self._table.write(row, written, request.pages[written:])
-            self._written[row] = request, len(request.pages)
+            written = (0,) * len(tables)
+        if written != counts:
+            for table, places, begin in zip(tables, request.places, written, strict=False):
+                table.write(row, begin, places[begin:])
+            self._written[row] = request, counts
+
+    def rewrite_pages(self, request: RankRequest) -> None:
+        """Entries of a request that are written already have changed."""
+        none = (0,) * len(self._tables)
+        self._written = [
+            (owner, none if owner is request else written) for owner, written in self._written
+        ]
 
     def advance(self, tokens: list[int]) -> None:
         """Make the last decode step the next one: one token per request, lengths one larger."""
@@ -205,33 +228,29 @@ class StepInputs:
     def wait(self) -> None:
         """Wait until the device has read what was sent last."""
         self._buffers.wait()
-        self._table.wait()
+        for table in self._tables:
+            table.wait()
 
     def forget(self) -> None:
         """Drop all references to requests."""
-        self._written = [(None, 0)] * len(self._written)
+        self._written = [(None, ())] * len(self._written)
         for row in range(len(self.sampling.shapes)):
             self.sampling.set_shape(row, None)
 
     def view(self, tokens: int, requests: int) -> AttentionBatch:
         """Send the step just written to the device. Returns its attention batch."""
-        whole = self.attention_batch
         self._starts[requests + 1 :] = tokens  # padding rows of a step in pieces have no request
         pages = max(len(one.pages) for one, _ in self._written[:requests] if one)
         shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
-        self._table.send()
+        self._send_pages()
         self._buffers.send()
         counts, lengths = np.diff(self._starts[: requests + 1]), self._lengths[:requests]
         longest = int(counts.max())
-        return replace(
-            whole,
-            positions=whole.positions[:tokens],
-            query_start=whole.query_start[: requests + 1],
-            context_len=whole.context_len[:requests],
-            page_table=whole.page_table[:requests, :pages],
-            slots=whole.slots[:tokens],
-            token_types=_first(whole.token_types, tokens),
+        return self._first(
+            tokens,
+            requests,
+            pages,
             max_query_len=longest,
             max_context_len=int(lengths.max()),
             shared_len=self._shared_len if shared else None,
@@ -240,6 +259,36 @@ class StepInputs:
             if longest == 1
             else tuple(zip(counts.tolist(), lengths.tolist(), strict=True)),
         )
+
+    def _first(
+        self, tokens: int, requests: int, pages: int | None = None, **facts: Any
+    ) -> AttentionBatch:
+        """The batch of the first ``tokens`` and ``requests`` in the buffers, of whose page tables
+        the first ``pages`` columns are used. ``facts``: fields that have other values in it."""
+        whole = self.attention_batch
+        made = replace(
+            whole,
+            positions=whole.positions[:tokens],
+            query_start=whole.query_start[: requests + 1],
+            context_len=whole.context_len[:requests],
+            page_table=whole.page_table[:requests, :pages],
+            slots=whole.slots[:tokens],
+            token_types=_first(whole.token_types, tokens),
+            **facts,
+        )
+        if not whole.windows:
+            return made
+        windows = []
+        for one in whole.windows:  # what all requests begin with has left the windows
+            table, slots = one.page_table[:requests, :pages], one.slots[:tokens]
+            place = {"page_table": table, "slots": slots, "group": one.group}
+            windows.append(replace(made, windows=(), shared_len=None, **place))
+        return replace(made, windows=tuple(windows))
+
+    def _send_pages(self) -> None:
+        """Send new entries of the page tables to the device."""
+        for table in self._tables:
+            table.send()
 
     def pad(self, requests: int, size: int) -> bool:
         """Pad the decode step just written to ``size`` rows and send it to the device.
@@ -250,7 +299,7 @@ class StepInputs:
         self._output_rows[requests:size] = 0
         shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
-        self._table.send()
+        self._send_pages()
         self._buffers.send()
         return shared > 0
 
@@ -260,7 +309,7 @@ class StepInputs:
         ``sampled`` is float64 ``[requests or more, 3]``, tokens first. The host sends only new
         pages and, with ``drawn``, the draws.
         """
-        self._table.send()
+        self._send_pages()
         if drawn:
             self._buffers.send(_DRAWS)
         self.token_ids[:requests].copy_(sampled[:requests, 0])
@@ -280,46 +329,19 @@ class StepInputs:
     def empty_batch(self, tokens: int, context: int) -> AttentionBatch:
         """After :meth:`clear`: two requests without tokens among ``tokens`` rows of padding, for
         all kernels of a step with contexts of up to ``context`` tokens."""
-        whole = self.attention_batch
-        return replace(
-            whole,
-            positions=whole.positions[:tokens],
-            query_start=whole.query_start[:3],
-            context_len=whole.context_len[:2],
-            page_table=whole.page_table[:2],
-            slots=whole.slots[:tokens],
-            token_types=_first(whole.token_types, tokens),
-            max_query_len=tokens,
-            max_context_len=context,
-        )
+        return self._first(tokens, 2, max_query_len=tokens, max_context_len=context)
 
     def decode_batch(self, size: int, shared: bool) -> AttentionBatch:
         """The attention batch of every decode step of ``size`` rows."""
-        whole = self.attention_batch
-        return replace(
-            whole,
-            positions=whole.positions[:size],
-            query_start=whole.query_start[: size + 1],
-            context_len=whole.context_len[:size],
-            page_table=whole.page_table[:size],
-            slots=whole.slots[:size],
-            token_types=_first(whole.token_types, size),
-            max_query_len=1,
-            shared_len=self._shared_len if shared else None,
-        )
+        found = self._shared_len if shared else None
+        return self._first(size, size, max_query_len=1, shared_len=found)
 
     def piece_batch(self, size: int) -> AttentionBatch:
         """The batch of every step of up to ``size`` tokens, for operators other than attention.
 
         It is not narrowed to the requests of a step.
         """
-        whole = self.attention_batch
-        return replace(
-            whole,
-            positions=whole.positions[:size],
-            slots=whole.slots[:size],
-            token_types=_first(whole.token_types, size),
-        )
+        return self._first(size, self.attention_batch.num_requests)
 
     def _shared_tokens(self, requests: int) -> int:
         """Tokens that all requests share in the same pages; 0 if a separate pass does not pay."""
@@ -327,7 +349,7 @@ class StepInputs:
             return 0
         size = self.attention_batch.page_size
         most = (int(self._lengths[:requests].min()) - 1) // size
-        table = self._table.array[:requests, :most]
+        table = self._tables[0].array[:requests, :most]
         apart = np.flatnonzero((table != table[0]).any(axis=0))
         tokens = (int(apart[0]) if len(apart) else most) * size
         return tokens if tokens >= _SHARED_TOKENS else 0

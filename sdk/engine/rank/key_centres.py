@@ -55,7 +55,7 @@ def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
 
 def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
     """Float32 pages with the keys of the measured tokens."""
-    exact = replace(spec, page_size=_PAGE, dtype="float32")
+    exact = replace(spec, page_size=_PAGE, dtype="float32", windows=())
     device, transposed = model.ops.device, model.ops.keys_transposed
     pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).layers
     ids = torch.arange(1, _TOKENS + 1, device=device) * _STRIDE % model.config.vocab_size

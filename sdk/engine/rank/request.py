@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sdk.engine.plan import LAST_TOKEN, RequestStart
+from sdk.engine.plan import LAST_TOKEN, Frames, RequestStart
 from sdk.engine.rank.pooling import Pooler
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import SamplerState
@@ -19,6 +19,7 @@ class RankRequest:
 
     __slots__ = (
         "embeds",
+        "frames",
         "negative",
         "num_computed",
         "num_prompt",
@@ -31,12 +32,16 @@ class RankRequest:
         "uses_hidden",
     )
 
-    def __init__(self, start: RequestStart) -> None:
+    def __init__(self, start: RequestStart, num_windows: int = 0) -> None:
         self.spec = spec = start.spec
         self.token_ids = list(start.token_ids)
         self.num_prompt = start.num_prompt_tokens
         self.num_computed = start.num_computed
         self.pages = list(start.pages)
+        #: For each window group the frames of its pages; 0: the page has none that is needed.
+        self.frames: list[list[int]] = [[] for _ in range(num_windows)]
+        for one in start.frames:
+            self.add_frames(one)
         #: Its negative sequence, which continues with the same tokens.
         self.negative: RankRequest | None = None
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
@@ -72,6 +77,25 @@ class RankRequest:
                 start.max_len - start.num_prompt_tokens,
                 reasoning,
             )
+
+    @property
+    def places(self) -> tuple[list[int], ...]:
+        """The entries of its row in each page table: its pages, then its frames by group."""
+        return (self.pages, *self.frames)
+
+    @property
+    def num_places(self) -> tuple[int, ...]:
+        """How many of each there are."""
+        return tuple(map(len, self.places))
+
+    def add_frames(self, given: Frames) -> bool:
+        """Give pages frames in one group; whether they had others before."""
+        own = self.frames[given.group]
+        if rewrites := given.first < len(own):
+            del own[given.first :]
+        own += [0] * (given.first - len(own))
+        own += given.frames
+        return rewrites
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Append sampled tokens: one, and one more for each accepted draft.

@@ -101,6 +101,7 @@ class ModelRunner:
             find_shared=self.ops.shares_keys,
             work=self.ops.work_shape(config.max_num_seqs, heads, spec.kv_heads, spec.head_dim),
             token_types=facts.token_types > 0,
+            windows=len(spec.windows),
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
@@ -263,8 +264,7 @@ class ModelRunner:
                 request.accept(token_ids)
         self.kv.copy(plan.copies, self.ops)
         self._inputs.apply_moves(self._requests.values(), plan.copies)
-        for request_id, pages in plan.new_pages:
-            self._requests[request_id].pages.extend(pages)
+        self._add_pages(plan)
         if self.drafting is not None:
             self.drafting.update(plan)
         if plan.dropped:
@@ -272,7 +272,8 @@ class ModelRunner:
         for request_id in plan.dropped:
             self._requests.pop(request_id, None)
         for start in plan.started:
-            request = self._requests[start.request_id] = RankRequest(start)
+            request = RankRequest(start, len(self.kv.spec.windows))
+            self._requests[start.request_id] = request
             if request.spec.negative_of is not None:
                 self._requests[request.spec.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
@@ -398,12 +399,19 @@ class ModelRunner:
                 self._repeated = _RepeatedSteps(self, plan.rows, batch, repeater, tokens)
 
     def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
-        """Add a plan's new pages to requests whose rows stay the same."""
-        for request_id, pages in plan.new_pages:
-            self._requests[request_id].pages.extend(pages)
+        """Add a plan's new pages and frames to requests whose rows stay the same."""
+        self._add_pages(plan)
         self._inputs.wait()
         for row, request in enumerate(batch.requests):
             self._inputs.write_pages(row, request)
+
+    def _add_pages(self, plan: StepPlan) -> None:
+        for request_id, pages in plan.new_pages:
+            self._requests[request_id].pages.extend(pages)
+        for request_id, frames in plan.new_frames:
+            request = self._requests[request_id]
+            if request.add_frames(frames):
+                self._inputs.rewrite_pages(request)
 
     def take_mask_seconds(self) -> float:
         """How long the last step waited for masks."""
@@ -424,15 +432,19 @@ class ModelRunner:
         return self.ops.context.lending(self._prompt_logits(token_ids))
 
     def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        pages = -(-len(token_ids) // self._inputs.attention_batch.page_size)
+        size = self._inputs.attention_batch.page_size
+        pages = -(-len(token_ids) // size)
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
         spec = SequenceSpec("prompt", SamplingParams())
-        request = RankRequest(RequestStart(spec, tuple(token_ids), count, 0, page_ids))
-        for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
+        start = RequestStart(spec, tuple(token_ids), count, 0, page_ids)
+        frames = self.kv.rings(pages)
+        request = RankRequest(start._replace(frames=frames), len(frames))
+        step = min(len(self._inputs.token_ids), self.kv.most_tokens)
+        for begin in range(0, len(token_ids), step):
             moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.copy(moves, self.ops)
             self._inputs.apply_moves([request], moves)
-            count = min(len(token_ids) - begin, len(self._inputs.token_ids))
+            count = min(len(token_ids) - begin, step)
             batch = StepBatch([StepRow("prompt", count)], [request], [0])
             (launched,) = self.strategy.launch(batch)
             request.num_computed += count
@@ -535,7 +547,7 @@ class _RepeatedSteps:
 
     def launch(self, plan: StepPlan) -> _RepeatedSteps:
         """Launch the same rows, some of which may have new pages."""
-        if plan.new_pages:
+        if plan.new_pages or plan.new_frames:
             self._runner.add_pages(plan, self._batch)
             if len(self._deferred) >= _MAX_DEFERRED:
                 self.apply_deferred()
