@@ -152,11 +152,13 @@ class Move(NamedTuple):
 class Duplicate(NamedTuple):
     """A copy of a page into another one of its tier; both stay where they are.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``).
+    Both ids contain the tier (``kernels/kv_tiers.py``). ``group``: a copy within the memory of this
+    window group instead, from one place in it to another.
     """
 
     source: int
     target: int
+    group: int | None = None
 
 
 Copy = Swap | Move | Duplicate
