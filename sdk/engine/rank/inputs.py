@@ -281,8 +281,8 @@ class StepInputs:
         windows = []
         for one in whole.windows:  # what all requests begin with has left the windows
             table, slots = one.page_table[:requests, :pages], one.slots[:tokens]
-            place = {"page_table": table, "slots": slots, "group": one.group}
-            windows.append(replace(made, windows=(), shared_len=None, **place))
+            own = replace(made, page_table=table, slots=slots, group=one.group)
+            windows.append(replace(own, windows=(), shared_len=None))
         return replace(made, windows=tuple(windows))
 
     def _send_pages(self) -> None:

@@ -43,7 +43,7 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     pages = _run(model, spec)
     cache.layers = [
         _with_centre(layer, _centre(seen)) if is_centred else layer
-        for layer, seen, is_centred in zip(cache.layers, pages, centred, strict=True)
+        for layer, seen, is_centred in zip(cache.pages, pages, centred, strict=True)
     ]
 
 
@@ -57,7 +57,7 @@ def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
     """Float32 pages with the keys of the measured tokens."""
     exact = replace(spec, page_size=_PAGE, dtype="float32", windows=())
     device, transposed = model.ops.device, model.ops.keys_transposed
-    pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).layers
+    pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).pages
     ids = torch.arange(1, _TOKENS + 1, device=device) * _STRIDE % model.config.vocab_size
     with torch.inference_mode():
         for begin in range(0, _TOKENS, _STEP):

@@ -337,8 +337,10 @@ def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed:
         offset += part.code_bytes
     for part in (keys, values):
         rows = heads * part.groups
-        at, shape = begin + offset, (rows, slots)
-        scales.append(_view(pages, at, part.type.scale_dtype, shape) if rows else None)
+        found = None
+        if rows:
+            found = _view(pages, begin + offset, part.type.scale_dtype, (rows, slots))
+        scales.append(found)
         offset += part.scale_bytes
     k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
     return KVPages(k, codes[1], keys.type, values.type, scales[0], scales[1])
