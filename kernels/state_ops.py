@@ -8,22 +8,28 @@ whatever else is in a step, and in whichever slots its states are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.checks import expect, expect_floats, expect_norm
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.mlp_activations import GATES, GateKind
+from sdk.kernels.norm import Norm
 
 #: The most inputs that a convolution sees, its own token included.
 MAX_TAPS = 16
 #: The largest Dk of :meth:`StateOps.gated_delta` and N of :meth:`StateOps.ssd`.
 MAX_STATE_DIM = 512
+#: The functions of a gate of :meth:`StateOps.gated_norm`.
+NormGate = Literal["silu", "sigmoid"]
+NORM_GATES: tuple[NormGate, ...] = ("silu", "sigmoid")
 
 
 class StateOps:
-    """``Ops.states``: causal convolutions, the gated delta rule and Mamba-2's recurrence.
+    """``Ops.states``: causal convolutions, the gated delta rule and Mamba-2's recurrence; and the
+    small operators around them.
 
     Tensors of tokens may be strided views of one projection, as long as the numbers of a head, or
     of a convolution's row, are next to each other.
@@ -173,6 +179,67 @@ class StateOps:
         if out.numel():
             kernel = self._kernel("ssd", (x, b, d, state), head_dim=size)
             kernel.run(x, dt, a, b, c, d, state, batch, states, out)
+        return out
+
+    def rates(
+        self,
+        x: Tensor,
+        kind: GateKind,
+        *,
+        bias: Tensor | None = None,
+        factor: Tensor | None = None,
+        limits: tuple[float, float] | None = None,
+    ) -> Tensor:
+        """What recurrences take of a projection ``x [T, N]``: float32 ``[T, N]``.
+
+        ``factor * f(x + bias)``; f is the ``sigmoid`` or ``softplus``, within ``limits`` if they
+        are given. ``bias`` ``[N]``; ``factor`` ``[F]``: one for a run of N / F neighbours; both
+        float32. So the delta rule's decay is ``-exp(A_log) softplus(a + dt_bias)``, its beta
+        ``sigmoid(b)``, and Mamba-2's dt ``softplus(dt + dt_bias)`` within limits.
+        """
+        self._expect("rates x", x, None, None)
+        tokens, width = x.shape
+        if kind not in GATES:
+            raise KernelError(f"rates kind: expected one of {', '.join(GATES)}, found {kind!r}")
+        if bias is not None:
+            expect("rates bias", bias, torch.float32, width)
+        if factor is not None:
+            expect("rates factor", factor, torch.float32, None)
+            if not factor.shape[0] or width % factor.shape[0]:
+                raise KernelError(
+                    f"rates factor: expected one for equal runs of {width} columns, found "
+                    f"{factor.shape[0]}"
+                )
+        if limits is not None and not limits[0] <= limits[1]:
+            raise KernelError(f"rates limits: expected the lower one first, found {limits}")
+        out = self._context.empty(tokens, width)
+        if out.numel():
+            like = (x, kind, bias, factor, limits)
+            self._kernel("rates", like, format=kind).run(*like, out)
+        return out
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, norm: Norm, kind: NormGate = "silu", *, first: bool = False
+    ) -> Tensor:
+        """An RMSNorm of each head or group, times a function of its gate: ``[T, H, D]``.
+
+        ``norm(x) * f(gate)``, or with ``first`` ``norm(x * f(gate))``; x, gate ``[T, H, D]``, f
+        ``silu`` or ``sigmoid``. The norm's weight is ``[D]``, ``[H, D]`` or none.
+        """
+        self._expect("gated_norm x", x, None, None, None)
+        self._expect("gated_norm gate", gate, *x.shape)
+        expect_norm("gated_norm", norm, x)
+        if norm.centred or norm.bias is not None:
+            raise KernelError("gated_norm: expected an RMSNorm without a bias, found another norm")
+        if kind not in NORM_GATES:
+            raise KernelError(
+                f"gated_norm kind: expected one of {', '.join(NORM_GATES)}, found {kind!r}"
+            )
+        out = self._context.empty(*x.shape, dtype=x.dtype)
+        if out.numel():
+            like = (x, gate, norm, kind, first)
+            kernel = self._kernel("gated_norm", like, format=f"{kind} first" if first else kind)
+            kernel.run(*like, out)
         return out
 
     def _expect(self, what: str, x: Tensor, *shape: int | None) -> None:

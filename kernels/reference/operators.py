@@ -23,7 +23,7 @@ from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActi
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
-from sdk.kernels.reference.states import CausalConv, GatedDelta, StateSpace
+from sdk.kernels.reference.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
 
 
 def operators() -> dict[str, Sequence[Any]]:
@@ -59,4 +59,6 @@ def operators() -> dict[str, Sequence[Any]]:
         "causal_conv": (CausalConv(),),
         "gated_delta": (GatedDelta(),),
         "ssd": (StateSpace(),),
+        "rates": (Rates(),),
+        "gated_norm": (GatedNorm(),),
     }

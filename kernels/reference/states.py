@@ -1,7 +1,8 @@
 """The operators of recurrent layers in plain torch, token by token; fp32.
 
 Sums are over products, never matrix products: their shapes do not depend on the step, and a GPU
-cannot round them to fewer bits.
+cannot round them to fewer bits. Functions of all tokens are in float64: in float32 torch gives an
+element other bits at the end of a tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.norm import Norm
 from sdk.kernels.states import StateBatch
 
 
@@ -74,7 +76,7 @@ class GatedDelta:
     ) -> None:
         heads, of = v.shape[1], torch.arange(v.shape[1], device=v.device)
         of = of % q.shape[1] if tiled else of // (heads // q.shape[1])
-        v, decay = v.float(), decay.exp()
+        v, decay = v.float(), decay.double().exp().float()
         decay = decay.unsqueeze(2) if decay.dim() == 2 else decay
         for tokens, s, saves in _requests("gated_delta", state, batch, states):
             for t in tokens:
@@ -113,7 +115,7 @@ class StateSpace:
     ) -> None:
         heads = x.shape[1]
         of = torch.arange(heads, device=x.device) // (heads // b.shape[1])
-        x, decay = x.float(), (dt * a).exp()
+        x, decay = x.float(), (dt * a).double().exp().float()
         for tokens, s, saves in _requests("ssd", state, batch, states):
             for t in tokens:
                 row, read = b[t].float()[of].unsqueeze(1), c[t].float()[of].unsqueeze(1)
@@ -122,6 +124,48 @@ class StateSpace:
                 y = (s * read).sum(2)
                 out[t] = y if d is None else y + d.unsqueeze(1) * x[t]
                 _save(state, s, saves.get(t, ()))
+
+
+class Rates:
+    """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
+
+    name = "reference.rates"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        kind: str,
+        bias: Tensor | None,
+        factor: Tensor | None,
+        limits: tuple[float, float] | None,
+        out: Tensor,
+    ) -> None:
+        x = x.double() if bias is None else x.double() + bias
+        y = torch.sigmoid(x) if kind == "sigmoid" else torch.nn.functional.softplus(x)
+        y = y if limits is None else y.clamp(*limits)
+        if factor is not None:
+            y = y * factor.repeat_interleave(y.shape[1] // len(factor))
+        out.copy_(y)
+
+
+class GatedNorm:
+    """See :meth:`sdk.kernels.state_ops.StateOps.gated_norm`."""
+
+    name = "reference.gated_norm"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, gate: Tensor, norm: Norm, kind: str, first: bool, out: Tensor) -> None:
+        factor = torch.sigmoid(gate.double())
+        factor = factor * gate.double() if kind == "silu" else factor
+        x = x.double() * factor if first else x.double()
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.eps)
+        x = x if norm.weight is None else x * norm.weight
+        out.copy_(x if first else x * factor)
 
 
 def _requests(
