@@ -125,6 +125,13 @@ class ModelConfig:
             AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
         )
 
+    def rank_caches(self, ranks: int) -> tuple[Cache, ...]:
+        """The same with what one of ``ranks`` ranks keeps of recurrent states.
+
+        :raises AlignmentError: the heads of states cannot be divided over the ranks.
+        """
+        return self.caches
+
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""

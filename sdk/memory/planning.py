@@ -219,6 +219,7 @@ def _demand(
         config.block_size,
         dtype,
         lambda count: max(count, config.tensor_parallel_size),
+        ranks=config.tensor_parallel_size,
         windows=windows,
     )
     page_bytes = spec.page_bytes
@@ -248,7 +249,7 @@ def _demand(
             WindowGroup(window, spec.region_bytes(1 + group), 0)
             for group, window in enumerate(spec.windows)
         ),
-        slot_bytes=spec.region_bytes(spec.num_regions - 1),
+        slot_bytes=config.tensor_parallel_size * spec.region_bytes(spec.num_regions - 1),
         row_drafts=0 if speculative is None else speculative.num_speculative_tokens,
     )
 

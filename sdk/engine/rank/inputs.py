@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sdk.engine.plan import Copy, Move
+from sdk.engine.plan import Copy, Move, StateSave, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.sampling import SampleBuffers
+from sdk.kernels.states import StateBatch
 from sdk.structured.library import mask_functions
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class StepInputs:
     look for pages that all requests begin with (``AttentionBatch.shared_len``). ``work``: the shape
     of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i. ``token_types``:
     the model reads ``AttentionBatch.token_types``. ``windows``: how many window groups of the cache
-    have memory of their own.
+    have memory of their own. ``states``: the model has recurrent states.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class StepInputs:
         shift: int = 0,
         token_types: bool = False,
         windows: int = 0,
+        states: bool = False,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
         self.finds_shared = find_shared
@@ -71,13 +73,16 @@ class StepInputs:
             (np.int32, (max_tokens,)),
             (np.int32, (max_outputs,)),
             (np.int64, (max_tokens if token_types else 1,)),
+            *_state_parts(max_tokens, max_requests, states=states),
         )
-        *arrays, self._adapters, self._output_adapters, self._types = self._buffers.arrays
+        arrays, tensors = self._buffers.arrays[:9], self._buffers.tensors[:9]
+        self._states, state_tensors = self._buffers.arrays[9:], self._buffers.tensors[9:]
+        *arrays, self._adapters, self._output_adapters, self._types = arrays
         self._tokens, self._output_rows, self._starts, self._lengths, self._shared, draws = arrays
         self._adapters[:] = self._output_adapters[:] = -1
         #: ``output_rows``: rows of hidden states that get logits. ``draws``: the bytes of a DRAW
         #: for each. ``adapters``, ``output_adapters``: adapter slots of tokens and of output rows.
-        *tensors, self.adapters, self.output_adapters, types = self._buffers.tensors
+        *tensors, self.adapters, self.output_adapters, types = tensors
         self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = tensors
         self._adapted = False  # whether the buffers contain an adapter slot
         #: For each row of the page tables: its request, and how many entries of it are written.
@@ -108,6 +113,7 @@ class StepInputs:
             else torch.zeros(work.rows, work.width, dtype=torch.int32, device=device),
             splits=0 if work is None else work.splits,
             token_types=types if token_types else None,
+            states=StateBatch(*state_tensors) if states else None,
         )
         slots = [torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(windows)]
         self.attention_batch = replace(
@@ -143,6 +149,7 @@ class StepInputs:
                 if pooling is not None and pooling.second_text is not None:
                     self._types[begin + max(pooling.second_text - first, 0) : end] = 1
             self.write_pages(index, request)
+        self.set_states(batch.rows, batch.requests, batch.state_saves)
         self._output_rows[: len(batch.output_rows)] = batch.output_rows
         if self._adapted or any(row.adapter >= 0 for row in batch.rows):
             self._write_adapters(batch)
@@ -150,6 +157,32 @@ class StepInputs:
             draw.write(index, self.sampling)
         self.set_mask_tasks(batch)
         return end
+
+    def set_states(
+        self,
+        rows: Sequence[StepRow],
+        requests: Sequence[RankRequest],
+        snapshots: Sequence[StateSave] = (),
+    ) -> None:
+        """Write which states a step reads and writes, if the model has any: of these rows in front
+        of the others in the buffers."""
+        if not self._states:
+            return
+        initial, starts, tokens, slots = self._states
+        begin = count = 0
+        for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            own = request.initial_slot
+            initial[index] = request.state_slots[request.current_slot] if own is None else own
+            end, first = begin + row.num_scheduled_tokens, begin - request.num_computed
+            for one in snapshots:
+                if one.request_id == row.request_id:
+                    tokens[count], slots[count] = first + one.num_tokens - 1, one.slot
+                    count += 1
+            saves = request.saves(len(row.drafts))
+            tokens[count : count + len(saves)] = range(end - len(saves), end)
+            slots[count : count + len(saves)] = saves
+            count += len(saves)
+            starts[index + 1], begin = count, end
 
     def set_mask_tasks(self, batch: StepBatch) -> None:
         """Have the masks of structured answers computed while the step runs."""
@@ -240,6 +273,7 @@ class StepInputs:
     def view(self, tokens: int, requests: int) -> AttentionBatch:
         """Send the step just written to the device. Returns its attention batch."""
         self._starts[requests + 1 :] = tokens  # padding rows of a step in pieces have no request
+        self._pad_states(requests)
         pages = max(len(one.pages) for one, _ in self._written[:requests] if one)
         shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
@@ -274,6 +308,7 @@ class StepInputs:
             page_table=whole.page_table[:requests, :pages],
             slots=whole.slots[:tokens],
             token_types=_first(whole.token_types, tokens),
+            states=_first_states(whole.states, requests),
             **facts,
         )
         if not whole.windows:
@@ -296,12 +331,19 @@ class StepInputs:
         Returns whether its requests begin with the same pages (``AttentionBatch.shared_len``).
         """
         self._starts[requests + 1 : size + 1] = requests
+        self._pad_states(requests)
         self._output_rows[requests:size] = 0
         shared = self._shared_tokens(requests) if self.finds_shared else 0
         self._shared[0] = shared
         self._send_pages()
         self._buffers.send()
         return shared > 0
+
+    def _pad_states(self, requests: int) -> None:
+        """Rows behind the last request save no state."""
+        if self._states:
+            _, starts, _, _ = self._states
+            starts[requests + 1 :] = starts[requests]
 
     def advance_on_device(self, requests: int, sampled: Tensor, *, drawn: bool) -> None:
         """Turn the decode step on the device into the next one, using the tokens it ``sampled``.
@@ -323,6 +365,8 @@ class StepInputs:
         self._starts[:] = self._lengths[:] = self._tokens[:] = self._output_rows[:] = 0
         self._adapters[:] = self._output_adapters[:] = -1
         self._shared[0] = 0
+        for array in self._states:
+            array[:] = 0
         self.sampling.clear_mask_tasks()
         self._buffers.send()
 
@@ -353,6 +397,25 @@ class StepInputs:
         apart = np.flatnonzero((table != table[0]).any(axis=0))
         tokens = (int(apart[0]) if len(apart) else most) * size
         return tokens if tokens >= _SHARED_TOKENS else 0
+
+
+def _state_parts(
+    tokens: int, requests: int, *, states: bool
+) -> list[tuple[type[Any], tuple[int, ...]]]:
+    """The buffers of a ``StateBatch``. A state is saved after the last token of each request, and
+    as a snapshot or behind a draft after other tokens and that one."""
+    if not states:
+        return []
+    saves = tokens + requests
+    return [(np.int32, (count,)) for count in (requests, requests + 1, saves, saves)]
+
+
+def _first_states(states: StateBatch | None, requests: int) -> StateBatch | None:
+    if states is None:
+        return None
+    return replace(
+        states, initial=states.initial[:requests], save_start=states.save_start[: requests + 1]
+    )
 
 
 def _first(x: Tensor | None, count: int) -> Tensor | None:

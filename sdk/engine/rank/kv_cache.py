@@ -29,17 +29,19 @@ def kv_spec(
     dtype: str,
     heads: Callable[[int], int] = lambda count: count,
     *,
+    ranks: int = 1,
     windows: bool = False,
 ) -> KVSpec:
     """The caches of a model. ``heads``: how many there are of a cache's key/value heads, on one
-    rank or on all. ``windows``: window groups have memory of their own.
+    rank or on all. ``ranks``: recurrent states are those of one of so many. ``windows``: window
+    groups have memory of their own.
 
     The layers of a model that is not causal share the pages of one: keys and values are read in the
     step that writes them, because a text runs in one step.
 
     :raises RequestError: a layer to skip does not exist in the model.
     """
-    caches = config.caches if config.causal else config.caches[:1]
+    caches = config.rank_caches(ranks) if config.causal else config.caches[:1]
     caches = tuple(
         one._replace(kv_heads=heads(one.kv_heads)) if isinstance(one, AttentionCache) else one
         for one in caches
@@ -91,6 +93,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         config.page_size,
         config.kv_dtype,
         lambda count: mesh.heads(model.num_heads, count).kv_count,
+        ranks=mesh.size,
         windows=bool(config.num_frames),
     )
     own = caches_of_layers(model, layers) if model.causal else range(1)

@@ -18,8 +18,11 @@ class RankRequest:
     """A request, or the negative sequence of one (CFG): its tokens, pages and sampling state."""
 
     __slots__ = (
+        "current_slot",
+        "drafted",
         "embeds",
         "frames",
+        "initial_slot",
         "negative",
         "num_computed",
         "num_prompt",
@@ -27,6 +30,7 @@ class RankRequest:
         "pooler",
         "spec",
         "state",
+        "state_slots",
         "structured",
         "token_ids",
         "uses_hidden",
@@ -42,6 +46,12 @@ class RankRequest:
         self.frames: list[list[int]] = [[] for _ in range(num_windows)]
         for one in start.frames:
             self.add_frames(one)
+        #: See ``RequestStart.state_slots``: the index of the current one, and whether the last row
+        #: had drafts, so that the next current one is that of the last accepted token.
+        self.state_slots = start.state_slots
+        self.current_slot, self.drafted = 0, False
+        #: The slot that the next row reads; ``None``: the current one. -1: it begins with zeros.
+        self.initial_slot: int | None = start.initial_state
         #: Its negative sequence, which continues with the same tokens.
         self.negative: RankRequest | None = None
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
@@ -88,6 +98,19 @@ class RankRequest:
         """How many of each there are."""
         return tuple(map(len, self.places))
 
+    def saves(self, num_drafts: int) -> list[int]:
+        """The slots that the states of a row go to: after its last known token and each draft."""
+        slots, current = self.state_slots, self.current_slot
+        if not num_drafts:
+            return [slots[current]]
+        return [slots[(current + 1 + i) % len(slots)] for i in range(num_drafts + 1)]
+
+    def ran(self, num_tokens: int, num_drafts: int) -> None:
+        """A row was launched with so many tokens, drafts included."""
+        self.num_computed += num_tokens - num_drafts
+        if self.state_slots:
+            self.initial_slot, self.drafted = None, num_drafts > 0
+
     def add_frames(self, given: Frames) -> bool:
         """Give pages frames in one group; whether they had others before."""
         own = self.frames[given.group]
@@ -105,5 +128,8 @@ class RankRequest:
         self.state.append(token_ids)
         self.token_ids += token_ids
         self.num_computed += len(token_ids) - 1
+        if self.drafted:
+            self.current_slot = (self.current_slot + len(token_ids)) % len(self.state_slots)
+            self.drafted = False
         if self.negative is not None:
             self.negative.token_ids += token_ids

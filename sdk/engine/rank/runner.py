@@ -102,6 +102,7 @@ class ModelRunner:
             work=self.ops.work_shape(config.max_num_seqs, heads, spec.kv_heads, spec.head_dim),
             token_types=facts.token_types > 0,
             windows=len(spec.windows),
+            states=config.num_states > 0,
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
@@ -208,7 +209,8 @@ class ModelRunner:
         """Launch one step; results must be read in the order of the launches."""
         repeated = self._repeated
         if repeated is not None:
-            if plan.rows is repeated.rows and not plan.copies and repeated.ready:
+            changes = plan.copies or plan.state_saves
+            if plan.rows is repeated.rows and not changes and repeated.ready:
                 return repeated.launch(plan)
             self._repeated = None
             repeated.apply_deferred()
@@ -223,10 +225,10 @@ class ModelRunner:
             rows: Sequence[StepRow] = plan.rows
             if self._is_drafted:
                 rows = self._with_drafts(rows, requests)
-            batch = StepBatch(rows, requests, range(len(requests)))
+            batch = StepBatch(rows, requests, range(len(requests)), plan.state_saves)
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
-            request.num_computed += row.num_scheduled_tokens - len(row.drafts)
+            request.ran(row.num_scheduled_tokens, len(row.drafts))
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
 
@@ -396,6 +398,7 @@ class ModelRunner:
             repeater = self.strategy.repeater(batch)
             if repeater is not None:
                 tokens = [found[0] for found in result.tokens]
+                self._inputs.set_states(batch.rows, batch.requests)
                 self._repeated = _RepeatedSteps(self, plan.rows, batch, repeater, tokens)
 
     def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
@@ -437,8 +440,9 @@ class ModelRunner:
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
         spec = SequenceSpec("prompt", SamplingParams())
         start = RequestStart(spec, tuple(token_ids), count, 0, page_ids)
-        frames = self.kv.rings(pages)
-        request = RankRequest(start._replace(frames=frames), len(frames))
+        frames, slots = self.kv.rings(pages), (1,) if self.kv.counts[-1] else ()
+        start = start._replace(frames=frames, state_slots=slots)
+        request = RankRequest(start, len(frames))
         step = min(len(self._inputs.token_ids), self.kv.most_tokens)
         for begin in range(0, len(token_ids), step):
             moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
@@ -447,7 +451,7 @@ class ModelRunner:
             count = min(len(token_ids) - begin, step)
             batch = StepBatch([StepRow("prompt", count)], [request], [0])
             (launched,) = self.strategy.launch(batch)
-            request.num_computed += count
+            request.ran(count, 0)
             yield from self._passes.logits_in_parts(launched.hidden[:count])
         self._inputs.forget()
 
