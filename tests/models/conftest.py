@@ -29,6 +29,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.states import LayerState, StateBatch
 from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.hf_folder import HfFolder
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
 from sdk.models.config_keys import FIXED
@@ -150,6 +151,9 @@ def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
     tensors = state
     if not stored:
         tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
+        for name in tensors:
+            rows = delta_rows(model.config.to_dict(), name.removesuffix(".weight"))
+            tensors[name] = tensors[name] if rows is None else tensors[name][rows]
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)
@@ -209,9 +213,23 @@ def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str
 
 
 def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
-    """transformers' logits at every position, float32 ``[T, vocab]``."""
+    """transformers' logits at every position, float32 ``[T, vocab]``.
+
+    Delta nets run token by token: their code for prompts has ten times the error of that for one
+    token, compared with float64.
+    """
+    if hasattr(model.config, "linear_num_key_heads"):
+        return _by_steps(model, ids)
     with torch.no_grad():
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+
+def _by_steps(model: Any, ids: Sequence[int]) -> Tensor:
+    cache, found = transformers.DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for token in ids:
+            found.append(model(input_ids=torch.tensor([[token]]), cache=cache).logits[0, 0])
+    return torch.stack(found).float()
 
 
 def expected_states(model: Any, ids: Sequence[int]) -> Tensor:
