@@ -80,7 +80,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
-        **_norm_eps(keys, own),
+        **_norm_eps(keys, own, rules),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -138,9 +138,11 @@ def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str
     return check_keys(file.metadata, rules, experts, str(file.path))
 
 
-def _norm_eps(keys: Keys, own: Architecture) -> dict[str, float]:
+def _norm_eps(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, float]:
     """The eps of norms, under the config's key; none where the model's code fixes it."""
-    key = eps_key(own)
+    key, other = eps_key(own), "attention.layer_norm_epsilon"
+    if keys.get(key) is None and other in rules.keys:
+        key = other
     found, name = keys.number(key), own.config.norm_eps
     if found is None:
         raise keys.fail(key, "missing", "a number")
