@@ -20,7 +20,7 @@ from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import HeadShard, Mesh
-from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -351,8 +351,9 @@ class Source:
     ) -> Projection:
         """Projections of one input as one column-parallel projection.
 
-        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
-        that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
+        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
+        ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
+        same result. ``accurate``: with
         ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
@@ -403,7 +404,7 @@ class Source:
     ) -> Matrix:
         """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
-        total = sum(size for _, size, _, _ in parts)
+        offsets, total = offsets_of(parts)
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
@@ -411,12 +412,10 @@ class Source:
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
                 return Matrix(weight, joined)
-            offset = 0
-            for _, size, start, count in parts:
-                weights.append(self._cut(whole, weight, "out", offset + start, count))
-                first = offset + start
+            for name, _, start, count in parts:
+                first = offsets[name] + start
+                weights.append(self._cut(whole, weight, "out", first, count))
                 biases.append(None if joined is None else joined[first : first + count])
-                offset += size
         else:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"

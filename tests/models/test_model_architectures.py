@@ -28,6 +28,33 @@ V3 = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
+#: Delta nets with two heads of values for each of keys, and attention.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 0.02,  # results of a head may be near 0, and its norm enlarges their rounding
+}
+DELTA_EXPERTS = {
+    **DELTA,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+#: Mamba-2 with two groups, of four heads each.
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased-tied": {
@@ -327,6 +354,46 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
         "gating": "per-element",
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 32,
+        "conv_L_cache": 4,
+    },
+    "lfm2-biased": {
+        "layer_types": ["conv", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 6,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA_EXPERTS,
+    "qwen3_next": {**DELTA_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "granitemoehybrid": {
+        **GRANITE,
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "granitemoehybrid-dense": {
+        **GRANITE,
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": (0.05, 0.9),
     },
     "granitemoe_swa": {
         **GRANITE,
