@@ -122,6 +122,10 @@ class GgufCheckpoint:
     def has(self, name: str) -> bool:
         return self._stored(name)[1] is not None
 
+    def alike(self, one: str, other: str) -> bool:
+        first, second = self._stored(one)[1], self._stored(other)[1]
+        return first is not None and second is not None and self._opened().alike(first, second)
+
     def entries(self) -> Sequence[TensorEntry]:
         entries, tensors = self._opened().entries(), self._opened().tensors
         two = 2 * _PIECE  # the one that is packed and the next one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from sdk.loaders.next_token_names import GGUF_PARTS
 from sdk.models.architecture import GgufRules
 
 _TOP = {
@@ -45,6 +46,7 @@ _LAYER = {
     "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    **GGUF_PARTS,
 }
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"

@@ -384,6 +384,18 @@ class GgufRules(NamedTuple):
     only: Mapping[str, Any] = NOTHING
 
 
+class NextTokenRules(NamedTuple):
+    """The block of multi-token prediction that checkpoints of a model may have after their layers.
+
+    It reads the embedding of the next token and the hidden state after the final norm, and predicts
+    that state of the next token. What it is inside is the same for all models: see
+    :class:`sdk.models.drafting_heads.NextTokenHead`. ``like``: the layer of the model that its own
+    layer is like; ``None``: the first one that attends to all tokens.
+    """
+
+    like: int | None = None
+
+
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
@@ -394,6 +406,7 @@ class Architecture(NamedTuple):
     ``claims``: whether a config that names another model is one of this: code beside the weights,
     which is not run, makes it another model.
     ``folders``: whether folders of it are read, and not GGUF files alone.
+    ``next_token``: of a block that may draft; ``None``: such blocks of the model are not run.
     """
 
     model_type: str
@@ -408,6 +421,7 @@ class Architecture(NamedTuple):
     head: HeadRules | None = None
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     folders: bool = True
+    next_token: NextTokenRules | None = None
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
@@ -129,6 +130,19 @@ class ModelConfig:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
         return (layer,)
+
+    def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
+        """A model of one layer, which is like one of this model, with ``experts`` or an MLP."""
+        spec = self.experts if experts else None
+        return replace(
+            self,
+            num_layers=1,
+            rope_of_layer=(self.rope_of_layer[layer],),
+            sliding_windows=(self.sliding_windows[layer],),
+            num_heads=self.heads_of(layer),
+            layer_heads=(),
+            experts=None if spec is None else replace(spec, layers=(True,)),
+        )
 
     @property
     def embedding_width(self) -> int:

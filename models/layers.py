@@ -566,9 +566,9 @@ class Source:
             bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
         return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
-    def embedding(self) -> Embedding:
+    def embedding(self, path: str = "model.embed_tokens") -> Embedding:
         """The first matrix of the model."""
-        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        weight, (start, _) = self._by_token(path), self._tokens
         found = Embedding(weight, start, self.config, self.mesh, self.ops)
         if self._rules.embedding.unweighted_norm:
             found.norm = Norm(None, self.config.norm_eps)

@@ -92,6 +92,9 @@ class DictCheckpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors or f"{name}.weight" in self.tensors
 
+    def alike(self, one: str, other: str) -> bool:
+        return False
+
     def entries(self) -> Sequence[TensorEntry]:
         return [TensorEntry(n, tuple(t.shape), "f32", t.nbytes) for n, t in self.tensors.items()]
 
