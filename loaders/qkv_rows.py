@@ -1,11 +1,11 @@
 """The order of the rows of joined projections.
 
-Of one to gate and up, ours is all of gate, then all of up; some models store up first
-(``TensorRules.up_before_gate``). Of one to queries, keys and values, ours is all queries, all keys,
-all values. Some models store the rows of one key/value head after the other
-(``TensorRules.qkv_by_group``): its query heads, its key, its value. With one key/value head that is
-the same; with as many as query heads, a query, a key and a value take turns. Rows of a packed
-weight are moved as they are.
+The library's order for gate and up is all rows of gate, then all of up. Some models store up first
+(``TensorRules.up_before_gate``). Its order for queries, keys and values is all queries, all keys,
+all values. Some models store one key/value head after the other (``TensorRules.qkv_by_group``):
+its query heads, its key, its value. With one key/value head both orders are the same. With as many
+key/value heads as query heads, a query, a key and a value take turns. Rows of a packed weight are
+moved as they are.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class RequestStart(NamedTuple):
     frames: tuple[Frames, ...] = ()
     #: Of a model with recurrent states: the slots of this sequence. A row without drafts writes its
     #: last state to the current one, at first ``slots[0]``. In a row with drafts the state after
-    #: the token at index i goes to slot ``current + 1 + i`` (modulo their number), so that the
-    #: current one after the step is that of the last accepted token. There is one more than a row
-    #: has drafts at most.
+    #: its last known token (i = 0) and after each draft goes to slot ``current + 1 + i`` (modulo
+    #: their number), so that the current one after the step is that of the last accepted token.
+    #: There is one more than a row has drafts at most.
     state_slots: tuple[int, ...] = ()
     #: The slot with the state after ``num_computed`` tokens, a snapshot or ``state_slots[0]``; -1:
     #: zeros. Only the first row reads it.
@@ -132,11 +132,13 @@ class Swap(NamedTuple):
     """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
     Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot.
+    ``region``: see :class:`Duplicate`. Each has swap slots of its own.
     """
 
     page: int
     slot: int
     out: bool
+    region: int = 0
 
 
 class Move(NamedTuple):
@@ -152,11 +154,15 @@ class Move(NamedTuple):
 class Duplicate(NamedTuple):
     """A copy of a page into another one of its tier; both stay where they are.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``).
+    Both ids contain the tier (``kernels/kv_tiers.py``). ``region``: in which memory of the cache
+    both are: 0 is that of pages, ``1 + group`` that of a window group's frames, and the one after
+    those of all groups that of recurrent states. So a page that has frames is copied by several
+    entries, one for each of them.
     """
 
     source: int
     target: int
+    region: int = 0
 
 
 Copy = Swap | Move | Duplicate
