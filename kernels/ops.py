@@ -14,7 +14,6 @@ given, unless its documentation says otherwise.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, product
@@ -43,6 +42,7 @@ from sdk.kernels.registry import linear_problem
 from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
+from sdk.kernels.state_ops import StateOps
 
 #: What ``Problem.format`` says of attention: which of these it has.
 _ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases")
@@ -50,14 +50,13 @@ _ATTENTION = {
     has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
     for has in product((False, True), repeat=len(_ATTENTION_WORDS))
 }
-#: Beyond any machine; a mistyped number must not use up the system's threads.
-MAX_THREADS = 1024
 
 
 class Ops:
-    """The operators that every model uses, and three groups of others.
+    """The operators that every model uses, and four groups of others.
 
-    ``moe`` (:class:`sdk.kernels.moe.MoEOps`) routes tokens to experts, ``sampling``
+    ``moe`` (:class:`sdk.kernels.moe.MoEOps`) routes tokens to experts, ``states``
+    (:class:`sdk.kernels.state_ops.StateOps`) runs recurrent layers, ``sampling``
     (:class:`sdk.kernels.sampling_ops.SamplingOps`) selects tokens, ``recording``
     (:class:`sdk.kernels.graph.Recording`) records forward passes. ``layers``
     (:class:`sdk.kernels.offload.LayerWeights`) brings offloaded weights to the device. All share
@@ -81,10 +80,6 @@ class Ops:
         activations: torch.dtype | str = "float32",
         offload: Offload | None = None,
     ) -> None:
-        if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0))
-        if not 1 <= num_threads <= MAX_THREADS:
-            raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.context = Context(
             device, compute, num_threads, backends, deterministic, type_name(activations), offload
         )
@@ -97,6 +92,7 @@ class Ops:
         self.card = self.context.card
         self.layers = self.context.layers
         self.moe = MoEOps(self.context)
+        self.states = StateOps(self.context)
         self.sampling = SamplingOps(self.context)
         self.recording = Recording(self.context)
         self._kernel = self.context.kernel

@@ -23,6 +23,7 @@ from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActi
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
+from sdk.kernels.reference.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
 
 
 def operators() -> dict[str, Sequence[Any]]:
@@ -55,4 +56,9 @@ def operators() -> dict[str, Sequence[Any]]:
         "attention": (Attention(),),
         "recode_page": (RecodePage(),),
         "sample": (Sample(),),
+        "causal_conv": (CausalConv(),),
+        "gated_delta": (GatedDelta(),),
+        "ssd": (StateSpace(),),
+        "rates": (Rates(),),
+        "gated_norm": (GatedNorm(),),
     }
