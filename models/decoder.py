@@ -252,7 +252,7 @@ def _experts(source: Source, path: str, rules: LayerRules) -> ExpertMLP:
     assert spec is not None
     shared = None
     if spec.shared_width:
-        whole = source.mesh.redundant_experts is not None
+        whole = source.mesh.redundant_experts is not None or spec.inputs is not None
         where = f"{path}.shared_experts"
         shared = MLP(source, where, spec.shared_width, gated=rules.gated, reduce=whole)
     return ExpertMLP(source, path, rules, shared)

@@ -103,7 +103,8 @@ class Mamba2:
         self.conv, self.conv_bias = conv_rows(
             source,
             path,
-            [("conv1d", inner + 2 * shared)],
+            ["conv1d"],
+            inner + 2 * shared,
             spec.taps,
             ranges,
             bias=spec.conv_bias,

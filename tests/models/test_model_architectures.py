@@ -55,6 +55,17 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+#: transformers clamps time steps of prompts, and not those of single tokens: see nemotron_h.py.
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,
+    "use_bias": True,
+    "mlp_bias": True,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased-tied": {
@@ -394,6 +405,45 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": False,
         "mamba_proj_bias": True,
         "time_step_limit": (0.05, 0.9),
+    },
+    "nemotron_h": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "nemotron_h-latent": {
+        **NEMOTRON,
+        **EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 40,
+        "routed_scaling_factor": 1.5,
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 4,
+        "state_size": 12,
+        "chunk_size": 16,
+        "use_bias": True,
+    },
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "rope_parameters": None,
+        "rms_norm_eps": 0.02,
+    },
+    "olmo_hybrid-rotated": {
+        "num_hidden_layers": 4,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 0.02,
     },
     "granitemoe_swa": {
         **GRANITE,
