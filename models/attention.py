@@ -61,7 +61,7 @@ class Attention:
         self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
-        self.query_scale = c.query_scale
+        self.query_scale, self.factor = c.query_scale, c.attention_factor
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
@@ -155,7 +155,7 @@ class Attention:
         )
         if self.gate is not None:
             y = self.ops.gate(y, gate, self.gate.kind)
-        return self.out(y)
+        return self.ops.scale(self.out(y), self.factor)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, heads, head_dim]``, and the gate's part, maybe empty."""

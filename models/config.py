@@ -71,6 +71,8 @@ class ModelConfig:
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
     the architecture says it. ``blocks``: of what each layer consists; empty: all attend and have an
     MLP. ``recurrent``: the sizes of the recurrent mixer of those that have one.
+    ``attention_factor`` multiplies what attention adds; ``mlp_factors``: the gate of an MLP, and
+    what that adds.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -117,6 +119,8 @@ class ModelConfig:
     gate_per_head: bool | None = None
     blocks: tuple[Blocks, ...] = ()
     recurrent: RecurrentSpec | None = None
+    attention_factor: float = 1.0
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -230,6 +234,8 @@ class ModelConfig:
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
             blocks=_blocks(fields, rules, layers),
             recurrent=None if rules.recurrent is None else rules.recurrent(fields),
+            attention_factor=fields.positive("attention_output_factor", default=1.0),
+            mlp_factors=_mlp_factors(fields),
         )
 
 
@@ -380,6 +386,13 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _mlp_factors(fields: Fields) -> tuple[float, float]:
+    if not fields.has("mlp_multipliers"):
+        return 1.0, 1.0
+    gate, out = fields.factors("mlp_multipliers", 2)
+    return gate, out
 
 
 def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ...]:

@@ -84,13 +84,16 @@ class MLP:
         self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
         width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
+        self.gate_factor, self.factor = c.mlp_factors
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        self.up = source.columns(
-            path,
-            "gate_up_proj" if gated else "up_proj",
-            [(name, width, start, count) for name in names],
-            bias=c.mlp_bias,
-        )
+        parts = [(name, width, start, count) for name in names]
+        #: The projection to the gate, where that is multiplied: then it is not in ``up``.
+        self.gate: Projection | None = None
+        if self.gate_factor != 1.0:
+            gate, *parts = parts
+            self.gate = source.columns(path, "gate_proj", [gate], bias=c.mlp_bias)
+        fused = "gate_up_proj" if len(parts) == 2 else "up_proj"
+        self.up = source.columns(path, fused, parts, bias=c.mlp_bias)
         down = f"{path}.down_proj"
         self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
 
@@ -100,8 +103,11 @@ class MLP:
         return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
+        if self.gate is not None:
+            gate = self.ops.scale(self.gate(x), self.gate_factor)
+            return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
         if self.gated:
-            return self.down(self.up.gated(x, self.activation))
+            return self.ops.scale(self.down(self.up.gated(x, self.activation)), self.factor)
         return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
 
 

@@ -55,6 +55,7 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+FALCON_H1 = {**MAMBA, "mamba_d_ssm": 128, "mamba_expand": 2}
 #: transformers clamps time steps of prompts, and not those of single tokens: see nemotron_h.py.
 NEMOTRON = {
     "mamba_num_heads": 8,
@@ -445,6 +446,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         "rms_norm_eps": 0.02,
     },
+    "falcon_h1": {
+        **FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "ssm_multipliers": [0.7, 1.3, 0.6, 1.5, 0.8],
+        "mlp_multipliers": [0.8, 1.2],
+        "attention_in_multiplier": 1.1,
+        "attention_out_multiplier": 0.9,
+        "key_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.6,
+    },
+    "falcon_h1-norm-first": {**FALCON_H1, "mamba_rms_norm": True, "projectors_bias": True},
+    "falcon_h1-gate-alone": {**FALCON_H1, "mamba_proj_bias": True, "mlp_bias": True},
     "granitemoe_swa": {
         **GRANITE,
         "num_local_experts": 6,

@@ -192,7 +192,7 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kOpRoute), CONSTANT(kOpGroup), CONSTANT(kOpExperts), CONSTANT(kOpBias),
     CONSTANT(kOpCombine), CONSTANT(kOpRecode), CONSTANT(kOpLowRank), CONSTANT(kOpExchange),
     CONSTANT(kOpTransfer), CONSTANT(kOpCombineRanks), CONSTANT(kOpGatherRanks),
-    CONSTANT(kOpGate), CONSTANT(kGateSigmoid), CONSTANT(kGateSoftplus), CONSTANT(kGateKinds),
+    CONSTANT(kOpGate), CONSTANT(kGateSigmoid), CONSTANT(kGateSoftplus), CONSTANT(kGateSilu), CONSTANT(kGateKinds),
     CONSTANT(kOpKinds), CONSTANT(kTokens), CONSTANT(kOutputs), CONSTANT(kRequests),
     CONSTANT(kGathered), CONSTANT(kCounts),
 };
