@@ -296,7 +296,7 @@ class Ops:
         """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
         returns x, which is overwritten. Rows of the gate may be strided.
 
-        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        ``sigmoid``, ``softplus``: ``log(1 + e^gate)``, or ``silu``: ``gate * sigmoid(gate)``.
         """
         expect_floats("gate x", x, self.activations, None, None)
         expect_floats("gate", gate, self.activations, x.shape[0], None)

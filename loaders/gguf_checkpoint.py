@@ -6,6 +6,8 @@ llama.cpp's converter changes some tensors; pulling one undoes it:
   pairs are adjacent, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so packed rows are
   moved.
 - `norms_minus_one` architectures: the file holds the whole weights of norms, plus 1.
+- Recurrent mixers: convolutions lack the dimension of size 1, vectors of heads have one, and norms
+  over groups have one for the groups.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from sdk.loaders.gguf_config import (
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import LAYER_OF, ONE_ROW, expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import QuantSpec
@@ -92,7 +95,9 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
+        rows = delta_rows(self.config, name)
         whole = expert is not None or factor is not None or self._interleaved(name)
+        whole = whole or rows is not None
         if not whole and _is_large(stored):
             self._report(stored)
             return self._unread(stored)
@@ -101,7 +106,8 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        return weight_of(layout)
+        found = weight_of(layout)
+        return found if rows is None else found.with_rows(rows)
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:
@@ -114,6 +120,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
+        if (like := mixer_shape(name, shape)) is not None:
+            values = values.reshape(like)
         if name.endswith("norm.weight"):
             values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)

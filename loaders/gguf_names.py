@@ -50,6 +50,8 @@ _LAYER = {
 }
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"
+#: Parameters whose names here and in files have no ending.
+_WITHOUT_ENDING = ("_bias", ".A", ".D")
 LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
@@ -79,12 +81,12 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
         if name.endswith(ending):
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
-        return _TOP[stem] + suffix
+        return rules.tensors.get(stem, _TOP[stem]) + suffix
     match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     if part is None:
         return None
-    # a router's bias of the choice has its whole name there
-    return f"blk.{int(match[1])}.{part}{'' if stem.endswith('_bias') else suffix}"
+    # a router's bias of the choice and a mixer's bias of time steps have their whole names there
+    return f"blk.{int(match[1])}.{part}{'' if stem.endswith(_WITHOUT_ENDING) else suffix}"

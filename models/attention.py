@@ -61,25 +61,29 @@ class Attention:
         self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
         d = c.head_dim
-        self.query_scale = c.query_scale
+        self.query_scale, self.factor = c.query_scale, c.attention_factor
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
         self.gate = gate
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        of_queries = 2 * d if gate is not None and gate.with_queries else d
         parts = [
-            ("q_proj", count * d, heads.start * d, heads.count * d),
+            ("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries),
             ("k_proj", *keys),
             ("v_proj", *keys),
         ]
-        if gate is not None:  # of the same input: a part of the same product
+        if gate is not None and not gate.with_queries:  # a part of the same product
             width = 1 if gate.per_head else d
             sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
         head = order = None
+        features = sum(own for *_, own in parts)
+        if of_queries > d:
+            order = _queries_first(self.heads, d, features)
         if rules.adjacent_pairs and c.ropes[self.rope].rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, sum(own for *_, own in parts))
+            order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
@@ -131,10 +135,7 @@ class Attention:
         """Attention of the projected ``[T, features of q, k, v and the gate]``."""
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
-        counts = [self.heads, self.kv_heads, self.kv_heads]
-        width = sum(counts) * self.head_dim
-        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes(counts, dim=1)
+        q, k, v, gate = self._split(qkv)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
@@ -153,8 +154,20 @@ class Attention:
             biases=step.biases,
         )
         if self.gate is not None:
-            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
-        return self.out(y)
+            y = self.ops.gate(y, gate, self.gate.kind)
+        return self.ops.scale(self.out(y), self.factor)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[T, heads, head_dim]``, and the gate's part, maybe empty."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.gate is not None and self.gate.with_queries:
+            parts = qkv.split_with_sizes([queries, queries, keys, keys], dim=1)
+            q, gate, k, v = parts
+        else:
+            rest = qkv.shape[1] - queries - 2 * keys
+            q, k, v, gate = qkv.split_with_sizes([queries, keys, keys, rest], dim=1)
+        tokens, d = len(qkv), self.head_dim
+        return q.view(tokens, -1, d), k.view(tokens, -1, d), v.view(tokens, -1, d), gate
 
 
 class WidthNorms:
@@ -251,6 +264,14 @@ def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
     second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
     return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _queries_first(heads: int, head_dim: int, features: int) -> Tensor:
+    """The order of ``features``, int64, of which the first are a query and its gate of each of
+    ``heads``: all queries, then all gates."""
+    pairs = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim)
+    first = torch.cat([pairs[:, 0].flatten(), pairs[:, 1].flatten()])
+    return torch.cat([first, torch.arange(2 * heads * head_dim, features)])
 
 
 def _of_heads(head: Tensor, count: int, features: int) -> Tensor:

@@ -21,6 +21,7 @@ from sdk.models.architecture import (
     Alibi,
     Architecture,
     Biases,
+    Blocks,
     ConfigRules,
     DistanceBuckets,
     EmbeddingRules,
@@ -37,6 +38,7 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
+from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -68,7 +70,10 @@ class ModelConfig:
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
-    the architecture says it.
+    the architecture says it. ``blocks``: of what each layer consists; empty: all attend and have an
+    MLP. ``recurrent``: the sizes of the recurrent mixer of those that have one.
+    ``attention_factor`` multiplies what attention adds; ``mlp_factors``: the gate of an MLP, and
+    what that adds.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -113,6 +118,14 @@ class ModelConfig:
     embedding_size: int | None = None
     layer_heads: tuple[int, ...] = ()
     gate_per_head: bool | None = None
+    blocks: tuple[Blocks, ...] = ()
+    recurrent: RecurrentSpec | None = None
+    attention_factor: float = 1.0
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+
+    def blocks_of(self, layer: int) -> Blocks:
+        """Of what a layer consists."""
+        return self.blocks[layer] if self.blocks else Blocks()
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -120,16 +133,32 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """What its layers keep of the tokens before, in the order of the layers."""
-        dim = self.head_dim
-        return tuple(
-            AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
-        )
+        """What its layers keep of the tokens before, in the order of the layers; in a layer
+        attention comes first."""
+        return self.rank_caches(1)
+
+    def rank_caches(self, ranks: int) -> tuple[Cache, ...]:
+        """The same with what one of ``ranks`` ranks keeps of recurrent states.
+
+        :raises AlignmentError: the heads of states cannot be divided over the ranks.
+        """
+        dim, found = self.head_dim, list[Cache]()
+        state = None if self.recurrent is None else self.recurrent.cache(ranks)
+        for layer, window in enumerate(self.sliding_windows):
+            blocks = self.blocks_of(layer)
+            if blocks.attention:
+                found.append(AttentionCache(self.num_kv_heads, dim, dim, window))
+            if blocks.recurrent and state is not None:
+                found.append(state)
+        return tuple(found)
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
-        return (layer,)
+        counts = [int(one.attention) + int(one.recurrent) for one in self.blocks[: layer + 1]]
+        if not counts:
+            return (layer,)
+        return tuple(range(sum(counts[:-1]), sum(counts)))
 
     def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
         """A model of one layer, which is like one of this model, with ``experts`` or an MLP."""
@@ -217,6 +246,10 @@ class ModelConfig:
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
+            blocks=_blocks(fields, rules, layers),
+            recurrent=None if rules.recurrent is None else rules.recurrent(fields),
+            attention_factor=fields.positive("attention_output_factor", default=1.0),
+            mlp_factors=_mlp_factors(fields),
         )
 
 
@@ -346,12 +379,13 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """The sliding windows. transformers' class of some models does not read ``layer_types``: then
     they must say what it does anyway, because vLLM and others do read them."""
-    rule = ConfigRules().sliding if own is None else own.config.sliding
-    windows = sliding_windows(fields, layers, rule)
+    rules = ConfigRules() if own is None else own.config
+    rule = rules.sliding
+    windows = sliding_windows(fields, layers, rule, tuple(rules.kinds))
     kinds = config.get("layer_types")
     if own is not None and kinds is not None and "layer_types" not in own.config.keys:
         stated = {"layer_types": kinds, "sliding_window": config.get("sliding_window")}
-        found = sliding_windows(Fields(without_null(stated)), layers, rule)
+        found = sliding_windows(Fields(without_null(stated)), layers, rule, tuple(rules.kinds))
         if found != windows:
             index = next(i for i in range(layers) if found[i] != windows[i])
             raise UnsupportedError(
@@ -366,6 +400,21 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _mlp_factors(fields: Fields) -> tuple[float, float]:
+    if not fields.has("mlp_multipliers"):
+        return 1.0, 1.0
+    gate, out = fields.factors("mlp_multipliers", 2)
+    return gate, out
+
+
+def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ...]:
+    """Of what each layer consists; empty if all attend and have an MLP."""
+    kinds = fields.values.get("layer_types")
+    if not rules.kinds or kinds is None:
+        return ()
+    return tuple(rules.kinds.get(kind, Blocks()) for kind in kinds[:layers])
 
 
 def _checked_activation(

@@ -20,7 +20,7 @@ from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.parallel import HeadShard, Mesh
-from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -272,8 +272,8 @@ class Source:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, *shape: int) -> Tensor:
-        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
+    def vector(self, path: str, *shape: int | None) -> Tensor:
+        """A plain tensor, float32; ``[1]`` may have no dimension in the file. ``None``: any size."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
@@ -281,10 +281,10 @@ class Source:
             # ERNIE has the bias of a router as one row.
             if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
                 tensor = tensor[0]
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
-                )
+            sizes = list(tensor.shape)
+            if len(sizes) != len(shape) or sizes != [w or n for w, n in zip(shape, sizes)]:
+                name = self._name(path)
+                raise CheckpointError(f"{name}: expected shape {list(shape)}, found {sizes}")
             found = tensor.to(self.ops.device)
         self.vectors[path] = found
         return found
@@ -351,9 +351,9 @@ class Source:
     ) -> Projection:
         """Projections of one input as one column-parallel projection.
 
-        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
-        that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
-        ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
+        ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
+        same result. ``accurate``: with ``ACCURATE`` activation bits (see :meth:`Ops.linear`).
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
         """
@@ -403,7 +403,7 @@ class Source:
     ) -> Matrix:
         """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
-        total = sum(size for _, size, _, _ in parts)
+        offsets, total = offsets_of(parts)
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
@@ -411,12 +411,10 @@ class Source:
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
                 return Matrix(weight, joined)
-            offset = 0
-            for _, size, start, count in parts:
-                weights.append(self._cut(whole, weight, "out", offset + start, count))
-                first = offset + start
+            for name, _, start, count in parts:
+                first = offsets[name] + start
+                weights.append(self._cut(whole, weight, "out", first, count))
                 biases.append(None if joined is None else joined[first : first + count])
-                offset += size
         else:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"
@@ -490,8 +488,9 @@ class Source:
         self, path: str, names: tuple[str, ...], expert: int, start: int, count: int
     ) -> tuple[Weight, Tensor | None]:
         """What one expert has of :meth:`expert_columns`: its weight and its bias."""
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         parts = [f"{path}.{expert}.{name}" for name in names]
         whole = [self._pull(part, (spec.width, hidden)) for part in parts]
         cut = [
@@ -503,9 +502,8 @@ class Source:
         biases = [self._bias(part, spec.width, False) for part in parts]
         present = [bias[start : start + count] for bias in biases if bias is not None]
         if len(present) not in (0, len(parts)):
-            raise CheckpointError(
-                f"{self._name(parts[0])}: expected a bias of all parts or of none"
-            )
+            name = self._name(parts[0])
+            raise CheckpointError(f"{name}: expected a bias of all parts or of none")
         return weight, torch.cat(present) if present else None
 
     def expert_rows(
@@ -522,8 +520,9 @@ class Source:
 
         Results of parts of an expert get summed, so only rank 0 has the bias then.
         """
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         part = f"{path}.{expert}.{name}"
         weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
         weight.bind(self.ops)

@@ -47,11 +47,11 @@ def _undescribed(what: str) -> Refusal:
 
 _RECURRENT = _decoder(
     "with recurrent layers (Mamba, RWKV, linear attention or a delta net)",
-    "such layers keep a state per request, and the cache here holds keys and values alone",
+    "its mixers are none of those here (docs/models.md lists them)",
 )
 _CONVOLUTIONS = _decoder(
     "with short convolutions",
-    "they keep the inputs of the last tokens, and the cache here holds keys and values alone",
+    "its layers are not described in models/architectures yet",
 )
 _LATENT = _decoder(
     "with latent attention (MLA)",
@@ -159,23 +159,20 @@ GROUPS = (
     Group(
         _RECURRENT,
         gguf=(
-            *("arwkv7", "bailingmoe3", "falcon-h1", "glm5-next", "granitehybrid", "jamba"),
-            *("kimi-k3", "kimi-linear", "mamba", "mamba2", "minimax-01", "nemotron_h"),
-            *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6"),
-            *("rwkv6qwen2", "rwkv7"),
+            *("arwkv7", "bailingmoe3", "glm5-next", "jamba", "kimi-k3", "kimi-linear", "mamba"),
+            *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
         ),
         types=(
-            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_h1", "falcon_mamba"),
-            *("glm5_next_text", "jamba", "kimi_linear", "lara_mini", "mamba"),
-            *("mamba2", "minimax", "minimax_text_01", "nemotron_h", "olmo_hybrid", "plamo2"),
-            *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv"),
-            *("rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
+            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_mamba", "glm5_next_text"),
+            *("jamba", "kimi_linear", "lara_mini", "mamba", "minimax", "minimax_text_01", "plamo2"),
+            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
+            *("zamba2", "zaya"),
         ),
     ),
     Group(
         _CONVOLUTIONS,
-        gguf=("lfm2", "lfm2moe"),
-        types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm2", "lfm2_moe", "lfm3"),
+        gguf=(),
+        types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm3"),
     ),
     Group(
         _LATENT,

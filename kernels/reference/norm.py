@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import ALWAYS_GATED
+from sdk.kernels.mlp_activations import ALWAYS_GATED, GATES
 from sdk.kernels.norm import Norm
 
 
@@ -54,7 +54,8 @@ class Gate:
 
     def run(self, x: Tensor, gate: Tensor, kind: str) -> None:
         gate = gate.float()
-        factor = torch.sigmoid(gate) if kind == "sigmoid" else torch.nn.functional.softplus(gate)
+        functions = torch.sigmoid, torch.nn.functional.softplus, torch.nn.functional.silu
+        factor = functions[GATES.index(kind)](gate)
         runs = x.view(*gate.shape, -1)
         runs.copy_(runs.float() * factor.unsqueeze(2))
 

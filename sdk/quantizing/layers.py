@@ -171,6 +171,6 @@ class LayerRun:
             max_context_len=len(x),
         )
         step = Step(batch, [rope.cos_sin(positions, self.ops) for rope in self._ropes])
-        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[0])
+        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[:1])
         assert residual is not None  # no norms of sums
         return delta + residual

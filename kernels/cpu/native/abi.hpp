@@ -276,7 +276,7 @@ struct MapArgs {
 };
 
 // Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
-enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateKinds = 2 };
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateKinds = 3 };
 
 struct GateArgs {
     float* x;

@@ -226,7 +226,8 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kOpTransfer), CONSTANT(kOpCombineRanks), CONSTANT(kOpGatherRanks),
     CONSTANT(kOpGate), CONSTANT(kOpConv), CONSTANT(kOpDelta), CONSTANT(kOpSpace), CONSTANT(kOpRates),
     CONSTANT(kOpGatedNorm), CONSTANT(kNormSilu), CONSTANT(kNormSigmoid), CONSTANT(kNormGates), CONSTANT(kMaxTaps),
-    CONSTANT(kMaxStateDim), CONSTANT(kGateSigmoid), CONSTANT(kGateSoftplus), CONSTANT(kGateKinds),
+    CONSTANT(kMaxStateDim), CONSTANT(kGateSigmoid), CONSTANT(kGateSoftplus), CONSTANT(kGateSilu),
+    CONSTANT(kGateKinds),
     CONSTANT(kOpKinds), CONSTANT(kTokens), CONSTANT(kOutputs), CONSTANT(kRequests),
     CONSTANT(kGathered), CONSTANT(kCounts),
 };
