@@ -453,10 +453,11 @@ class Ops:
 
     def find_places(self, batch: AttentionBatch) -> None:
         """Fill ``batch.positions`` and ``batch.slots``, and ``batch.work`` if there is one, from
-        its other tensors."""
-        batch.check()
-        if batch.num_tokens:
-            self._kernel("find_places", (batch.page_size,)).run(batch)
+        its other tensors; also those of ``batch.windows``."""
+        for one in (batch, *batch.windows):
+            one.check()
+            if one.num_tokens:
+                self._kernel("find_places", (one.page_size,)).run(one)
 
     def rope_and_cache(
         self,
@@ -559,8 +560,10 @@ class Ops:
                 format=_ATTENTION[has],
             )
 
+            group = batch.group
+
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, *given, out, causal, biases)
+                kernel.run(q, pages, batch.of_group(group), scale, *given, out, causal, biases)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

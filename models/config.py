@@ -152,6 +152,13 @@ class ModelConfig:
                 found.append(state)
         return tuple(found)
 
+    def rank_caches(self, ranks: int) -> tuple[Cache, ...]:
+        """The same with what one of ``ranks`` ranks keeps of recurrent states.
+
+        :raises AlignmentError: the heads of states cannot be divided over the ranks.
+        """
+        return self.caches
+
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
