@@ -190,6 +190,8 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     if own.config.expert_width is None:
         return {}
     count = keys.expert_count
+    if not count and own.config.has_experts is not None:
+        return {}
     if not count:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
     known = own.config.keys
@@ -259,13 +261,27 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         **each,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": _width(keys, layers),
+        **_widths(keys, own, layers),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.per_layer(
-            "attention.head_count_kv", "num_key_value_heads", layers, heads
-        ),
+        **_kv_heads(keys, own, layers, heads),
         "head_dim": width,
     }
+
+
+def _kv_heads(keys: Keys, own: Architecture, layers: int, heads: int) -> dict[str, Any]:
+    name, key = "num_key_value_heads", "attention.head_count_kv"
+    if own.config.caches is None:
+        return {name: keys.per_layer(key, name, layers, heads)}
+    each = keys.each_layer(key, name, layers)
+    return {name: max(each), f"{name}_per_layer": each}
+
+
+def _widths(keys: Keys, own: Architecture, layers: int) -> dict[str, Any]:
+    name = "intermediate_size"
+    if own.config.widths is None:
+        return {name: _width(keys, layers)}
+    each = keys.each_layer("feed_forward_length", name, layers)
+    return {name: max(each), f"{name}_per_layer": each}
 
 
 def _width(keys: Keys, layers: int) -> int:

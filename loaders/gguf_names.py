@@ -14,6 +14,9 @@ _TOP = {
     "model.embed_norm": "token_embd_norm",
     "model.embed_positions": "position_embd",
     "model.embed_types": "token_types",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
@@ -46,6 +49,7 @@ _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+_WHOLE = (".bias", ".scale")
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"
 LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
@@ -66,6 +70,17 @@ def single_expert(theirs: str, expert: int) -> str:
     return theirs.replace("_exps.", f".{expert}.")
 
 
+def half_of_experts(theirs: str) -> tuple[str, int] | None:
+    """The tensor that has gate and up of all experts, and which of them ``theirs`` is.
+
+    ``blk.0.ffn_up_exps.weight`` -> ``blk.0.ffn_gate_up_exps.weight``, 1.
+    """
+    for index, part in enumerate(("gate", "up")):
+        if f".ffn_{part}_exps." in theirs:
+            return theirs.replace(f"_{part}_exps", "_gate_up_exps"), index
+    return None
+
+
 def gguf_name(rules: GgufRules, name: str) -> str | None:
     """The tensor that holds parameter ``name``; None if the architecture has no such parameter.
 
@@ -84,5 +99,5 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     if part is None:
         return None
-    # a router's bias of the choice has its whole name there
-    return f"blk.{int(match[1])}.{part}{'' if stem.endswith('_bias') else suffix}"
+    # some have their whole names there: a router's bias of the choice, factors
+    return f"blk.{int(match[1])}.{part}{'' if part.endswith(_WHOLE) else suffix}"

@@ -248,7 +248,8 @@ class HfFolder:
             ours = TensorNames(self._rules.names).ours
             if self._rules.experts_by_rows:
                 by_expert(files, ours, num_experts(self.config) or 1)
-            return {ours(name): stored for name, stored in files.tensors.items()}
+            tensors = files.tensors.items()
+            return {ours(_without_prefix(name)): stored for name, stored in tensors}
         return _canonical_names(files, self._by_mistral)
 
     def _lacks_a_head(self) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -74,6 +75,11 @@ class DistanceBuckets(NamedTuple):
     farthest: int
 
 
+#: What each layer keeps of the tokens before, where layers differ: the shape of its own keys and
+#: values, or the number of the earlier layer whose it reads. From the windows of the layers.
+LayerCaches = Sequence["AttentionCache | int"]
+
+
 def always(fields: Fields) -> bool:
     """A rule for models without the choice."""
     return True
@@ -112,6 +118,12 @@ class ConfigRules(NamedTuple):
     ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
     ``gate_per_head``: whether the gate of attention's output has one number for each head;
     ``None``: ``LayerRules.output_gate`` says it.
+    ``caches(fields, windows)``: see :data:`LayerCaches`; ``None``: all layers have the heads of the
+    config. ``keys_as_values(fields, windows)``: the layers whose values are their keys before norm
+    and rotation. ``widths``: of the MLP of each layer; ``None``: they are equal.
+    ``attention_scale``: that of scores, where the code fixes it.
+    ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
+    ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
     """
 
     keys: tuple[str, ...] = ()
@@ -139,6 +151,12 @@ class ConfigRules(NamedTuple):
     one_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
+    caches: Callable[[Fields, Sequence[int | None]], LayerCaches] | None = None
+    keys_as_values: Callable[[Fields, Sequence[int | None]], Sequence[bool]] | None = None
+    widths: Callable[[Fields, int], Sequence[int]] | None = None
+    attention_scale: float | None = None
+    has_experts: Callable[[Fields], bool] | None = None
+    layer_inputs: str | None = None
 
 
 class Norms(NamedTuple):
@@ -191,6 +209,20 @@ class OutputGate(NamedTuple):
     per_head: bool = False
 
 
+class ExpertsBeside(NamedTuple):
+    """Experts beside the MLP of a layer, both of the same sum: the norms by their names.
+
+    ``before``, ``after``: of the experts; ``after_mlp``: of the MLP, whose own norm before is that
+    of other layers. Both are added, then comes the layer's norm after the MLP. The router reads an
+    RMSNorm of the sum with the weight ``scale`` times ``hidden_size ** -0.5``, and every expert has
+    a factor, ``per_expert_scale``; both are beside the router's matrix.
+    """
+
+    before: str
+    after: str
+    after_mlp: str
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
@@ -216,6 +248,8 @@ class LayerRules(NamedTuple):
     that and what attention read. There are no others, and none after the layers.
     ``first_norm``: the first layer has a norm before attention, too.
     ``experts_bias``: the sum of a token's experts has a bias.
+    ``experts_beside``: see :class:`ExpertsBeside`.
+    ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     """
 
     norms: Norms = Norms()
@@ -235,6 +269,8 @@ class LayerRules(NamedTuple):
     post_norm: bool = False
     first_norm: bool = True
     experts_bias: bool = False
+    experts_beside: ExpertsBeside | None = None
+    scaled: bool = False
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""

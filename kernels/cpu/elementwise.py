@@ -30,7 +30,7 @@ _KINDS = {
     "relu2": 5,
     "xielu": 6,
 }
-_GATES = {"sigmoid": 0, "softplus": 1}
+_GATES = {"sigmoid": 0, "softplus": 1, "linear": 2}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 

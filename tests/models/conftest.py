@@ -11,7 +11,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.hf_folder import HfFolder
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
-from sdk.models.config_keys import FIXED
+from sdk.models.config_keys import FIXED, read_keys
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
+from sdk.quant.caches import AttentionCache
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import DenseWeight, Weight
@@ -135,6 +136,9 @@ def seeded(config: Any, kind: Any, seed: int = 0) -> Any:
                 parameter.copy_(spread if name.endswith("bias") else parameter + spread)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(1, generator=generator))
     return model
 
 
@@ -162,14 +166,18 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
         model.save_pretrained(folder)
         path = Path(folder, "config.json")
         config = json.loads(path.read_text())  # a folder is refused for what models are, too
-        path.write_text(json.dumps({k: v for k, v in config.items() if k not in FIXED}))
+        own = architecture(config["model_type"])
+        read = frozenset() if own is None else read_keys(own)
+        kept = {k: v for k, v in config.items() if k not in FIXED or k in read}
+        path.write_text(json.dumps(kept))
         checkpoint = HfFolder(Path(folder))
         found = {}
         for entry in checkpoint.entries():
             path, experts, part = entry.name.rpartition(".experts.")
             if experts and len(entry.shape) == 3:
-                for index in range(entry.shape[0]):
-                    name = f"{path}.experts.{index}.{part}"
+                parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+                for index, own in product(range(entry.shape[0]), parts):
+                    name = f"{path}.experts.{index}.{own}"
                     found[f"{name}.weight"] = checkpoint.weight(name).dequantize()
             elif len(entry.shape) == 2:
                 weight = checkpoint.weight(entry.name.removesuffix(".weight"))
@@ -228,19 +236,16 @@ class Paged:
 
     def __init__(self, model: CausalLM, kv_heads: int | None = None, pages: int = 64) -> None:
         c = model.config
-        shape = (pages, kv_heads or c.num_kv_heads, PAGE_SIZE, c.head_dim)
-        transposed = (*shape[:2], c.head_dim, PAGE_SIZE)
         generator = torch.Generator().manual_seed(7)
         self.model = model
-        self.kv = [
-            KVPages(
-                torch.randn(transposed, generator=generator).transpose(2, 3),
-                torch.randn(shape, generator=generator),
-                KV_TYPES["float32"],
-                KV_TYPES["float32"],
-            )
-            for _ in range(c.num_layers if c.causal else 1)
-        ]
+        self.kv = []
+        for cache in c.caches if c.causal else c.caches[:1]:
+            assert isinstance(cache, AttentionCache)
+            heads = cache.kv_heads if kv_heads is None else kv_heads
+            keys = torch.randn(pages, heads, cache.key_dim, PAGE_SIZE, generator=generator)
+            values = torch.randn(pages, heads, PAGE_SIZE, cache.value_dim, generator=generator)
+            kinds = KV_TYPES["float32"], KV_TYPES["float32"]
+            self.kv.append(KVPages(keys.transpose(2, 3), values, *kinds))
         self.free = torch.randperm(pages, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil, prod
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
+from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
@@ -36,18 +37,28 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
     :raises RequestError: a layer to skip does not exist in the model.
     """
     skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
+    count = len(config.caches)
     for layer in skipped:
-        if layer >= config.num_layers:
-            raise RequestError(
-                f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
-            )
+        if layer >= count:
+            raise RequestError(f"kv_cache_dtype: {dtype!r} skips layer {layer} of {count}")
     return KVSpec(
-        num_layers=config.num_layers if config.causal else 1,
+        num_layers=count if config.causal else 1,
         kv_heads=kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
+        caches=_caches_of_heads(config, kv_heads),
     )
+
+
+def _caches_of_heads(config: ModelConfig, kv_heads: int) -> tuple[AttentionCache, ...]:
+    """The shapes of layers that differ, of all heads, or of a rank that has ``kv_heads`` of
+    ``num_kv_heads``; empty if they are equal."""
+    if not config.layer_caches:
+        return ()
+    ranks = config.num_kv_heads / kv_heads
+    own = [one for one in config.layer_caches if isinstance(one, AttentionCache)]
+    return tuple(one._replace(kv_heads=max(1, ceil(one.kv_heads / ranks))) for one in own)
 
 
 def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
@@ -55,13 +66,20 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
     heads = mesh.heads(model.num_heads, model.num_kv_heads)
     layers = config.layers_of(mesh.stage) or range(model.num_layers)
     spec = kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype)
+    own = [one for one in model.caches if isinstance(one, AttentionCache)]
+    if spec.caches:
+        counts = [mesh.heads(model.num_heads, one.kv_heads).kv_count for one in own]
+        each = zip(own, counts, strict=True)
+        spec = replace(spec, caches=tuple(one._replace(kv_heads=n) for one, n in each))
+    used = [one for layer in layers for one in model.caches_of(layer)]
+    numbers = range(min(used), max(used) + 1)
     return KVCache(
-        spec.of_layers(layers) if model.causal else spec,
+        spec.of_layers(numbers) if model.causal else spec,
         config.num_pages,
         ops.device,
         keys_transposed=ops.keys_transposed,
         first_head=heads.kv_start,
-        first_layer=layers.start,
+        first_layer=numbers.start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
         keep=config.kv_keep,
@@ -255,7 +273,7 @@ def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed:
 
     def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
         """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         strides.insert(0, pages.shape[1] // dtype.itemsize)
         values = pages.view(-1).view(dtype)
         at = values.storage_offset() + (begin + offset) // dtype.itemsize
