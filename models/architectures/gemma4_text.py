@@ -209,26 +209,28 @@ ARCHITECTURE = Architecture(
             "mlp.gate": "router.proj",
         }
     ),
-    gguf=GgufRules(
-        "gemma4",
-        tensors={
-            **GGUF_TENSORS,
-            "post_feedforward_layernorm_1": "post_ffw_norm_1",
-            "post_feedforward_layernorm_2": "post_ffw_norm_2",
-            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-            "mlp.gate.scale": "ffn_gate_inp.scale",
-            "mlp.gate.per_expert_scale": "ffn_down_exps.scale",
-            "per_layer_input_gate": "inp_gate",
-            "per_layer_projection": "proj",
-            "post_per_layer_input_norm": "post_norm",
-            "layer_scalar": "layer_output_scale",
-        },
-        read=_read_gguf,
-        keys=(
-            *("final_logit_softcapping", "attention.sliding_window_pattern"),
-            *("attention.key_length_swa", "attention.value_length_swa", "rope.freq_base_swa"),
-            *("rope.dimension_count_swa", "attention.shared_kv_layers"),
-            "embedding_length_per_layer_input",
+    more_gguf=(
+        GgufRules(
+            "gemma4",
+            tensors={
+                **GGUF_TENSORS,
+                "post_feedforward_layernorm_1": "post_ffw_norm_1",
+                "post_feedforward_layernorm_2": "post_ffw_norm_2",
+                "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+                "mlp.gate.scale": "ffn_gate_inp.scale",
+                "mlp.gate.per_expert_scale": "ffn_down_exps.scale",
+                "per_layer_input_gate": "inp_gate",
+                "per_layer_projection": "proj",
+                "post_per_layer_input_norm": "post_norm",
+                "layer_scalar": "layer_output_scale",
+            },
+            read=_read_gguf,
+            keys=(
+                *("final_logit_softcapping", "attention.sliding_window_pattern"),
+                *("attention.key_length_swa", "attention.value_length_swa", "rope.freq_base_swa"),
+                *("rope.dimension_count_swa", "attention.shared_kv_layers"),
+                "embedding_length_per_layer_input",
+            ),
         ),
     ),
     wide_range=True,  # trained in bfloat16

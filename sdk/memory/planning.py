@@ -25,7 +25,14 @@ from sdk.memory.demand import (
 from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
-from sdk.memory.resolve import compute_of, config_values, encoder_options, model_config, step_pages
+from sdk.memory.resolve import (
+    check_layer_inputs,
+    compute_of,
+    config_values,
+    encoder_options,
+    model_config,
+    step_pages,
+)
 from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
 from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
@@ -86,6 +93,7 @@ def plan_for(
     are those of the engine: a step of an encoder holds its longest text.
     """
     model = model_config(config, checkpoint)
+    check_layer_inputs(config, model)
     if model.causal:
         return _plan(config, checkpoint, model, weights)
     made = _plan(encoder_options(config, model), checkpoint, model, weights)

@@ -50,7 +50,13 @@ CAUSAL = [
     and transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 ]
 #: Members of a config object that its code reads and that no file sets.
-_MEMBERS = {"kv_sharing_modes", "get_text_config", "layer_type", "base_model_tp_plan", "image_token_id"}
+_MEMBERS = {
+    "kv_sharing_modes",
+    "get_text_config",
+    "layer_type",
+    "base_model_tp_plan",
+    "image_token_id",
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 _V3 = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1}
 _WINDOWED = {"sliding_window": 8, "num_hidden_layers": 4}
