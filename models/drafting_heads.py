@@ -279,7 +279,7 @@ class NextTokenHead(_LayerHead):
         embedded = ops.norm(self.embed(inputs), self.embedding_norm)
         hidden = ops.norm(self.inputs[: inputs.shape[0]], self.hidden_norm)
         x = ops.add(self.first(embedded), self.second(hidden))
-        delta, residual = self.layer(x, None, self._step(batch), kv[0])
+        delta, residual = self.layer(x, None, self._step(batch), kv[:1])
         return ops.add_norm(delta, residual, self.norm, wide=True)[0]
 
 

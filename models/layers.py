@@ -266,7 +266,8 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
+        kv_heads = self.config.attention_of(layer).kv_heads
+        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
@@ -573,12 +574,13 @@ class Source:
             found.norm = Norm(None, self.config.norm_eps)
         return found
 
-    def table(self, path: str, rows: int, first: int = 0) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, features of embeddings]``;
-        all ranks have all of them."""
+    def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]`` (default: features
+        of embeddings); all ranks have all of them."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, self.config.embedding_width))
+            shape = (first + rows, width or self.config.embedding_width)
+            weight = self._pull(path, shape)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self._matrix(path, pull, ACCURATE).weight

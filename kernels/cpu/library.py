@@ -154,7 +154,7 @@ class LinearArgs(Structure):
 
 class RouteArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "bias", "chosen", "weights")),
+        *((name, c_void_p) for name in ("logits", "bias", "factors", "chosen", "weights")),
         ("experts", c_int64),
         *((name, c_int32) for name in ("k", "gate", "normalized")),
         *((name, c_int32) for name in ("groups", "groups_used", "group_best")),

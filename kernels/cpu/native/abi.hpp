@@ -276,7 +276,7 @@ struct MapArgs {
 };
 
 // Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
-enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateKinds = 3 };
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateLinear = 3, kGateKinds = 4 };
 
 struct GateArgs {
     float* x;
@@ -352,7 +352,7 @@ struct PageLevel {
 enum { kMaxLevels = 3, kLevelShift = 28 };
 static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
 // Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.
-enum { kMaxHeadDim = 256, kHeadDimStep = 8 };
+enum { kMaxHeadDim = 512, kHeadDimStep = 8 };
 static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
 static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
@@ -389,7 +389,8 @@ struct AttentionArgs {
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
-    int64_t window;             // 0: none; a token sees those less than this far away
+    int64_t window;             // 0: none; a token sees those less than this far away, or if `chunked`
+                                // those from the last multiple of it on
     int32_t requests;           // set by plan_attention
     int32_t heads, kv_heads, head_dim, page_size;
     int32_t num_levels;     // with more than one, a page has 128 slots
@@ -398,6 +399,7 @@ struct AttentionArgs {
     int32_t split_blocks;   // most key blocks of a split; set by plan_attention
     int32_t both_ways;      // tokens see those after them too
     int32_t reach;          // keys further away than this have the bias of this distance
+    int32_t chunked;
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each
@@ -499,6 +501,7 @@ enum { kMaxScored = 1024 };  // experts, unless the rule is a softmax alone
 struct RouteArgs {
     const float* logits;  // [T, experts]
     const float* bias;    // [experts], added to the scores for the choice alone; null: none
+    const float* factors;  // [experts], of the weights; null: none
     int32_t* chosen;      // [T, k]
     float* weights;       // [T, k]
     int64_t experts;

@@ -153,7 +153,8 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.page_table == b.page_table && a.table_width == b.table_width &&
            a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
-           a.page_size == b.page_size && a.num_levels == b.num_levels && a.both_ways == b.both_ways;
+           a.page_size == b.page_size && a.num_levels == b.num_levels && a.both_ways == b.both_ways &&
+           a.chunked == b.chunked;
 }
 
 }  // namespace
