@@ -296,7 +296,8 @@ class Ops:
         """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
         returns x, which is overwritten. Rows of the gate may be strided.
 
-        ``sigmoid`` or ``softplus``: ``log(1 + e^gate)``.
+        ``sigmoid``, ``softplus``: ``log(1 + e^gate)``, ``silu``: ``gate * sigmoid(gate)``, or
+        ``linear``: the gate itself.
         """
         expect_floats("gate x", x, self.activations, None, None)
         expect_floats("gate", gate, self.activations, x.shape[0], None)
@@ -476,6 +477,7 @@ class Ops:
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        Without key/value heads queries alone turn: of a layer that reads the pages of another one.
         ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
         q may be overwritten.
         """

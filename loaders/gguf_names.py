@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from sdk.loaders.next_token_names import GGUF_PARTS
 from sdk.models.architecture import GgufRules
 
 _TOP = {
@@ -14,6 +15,9 @@ _TOP = {
     "model.embed_norm": "token_embd_norm",
     "model.embed_positions": "position_embd",
     "model.embed_types": "token_types",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
@@ -45,7 +49,9 @@ _LAYER = {
     "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    **GGUF_PARTS,
 }
+_WHOLE = (".bias", ".scale")
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"
 #: Parameters whose names here and in files have no ending.
@@ -68,6 +74,17 @@ def single_expert(theirs: str, expert: int) -> str:
     return theirs.replace("_exps.", f".{expert}.")
 
 
+def half_of_experts(theirs: str) -> tuple[str, int] | None:
+    """The tensor that has gate and up of all experts, and which of them ``theirs`` is.
+
+    ``blk.0.ffn_up_exps.weight`` -> ``blk.0.ffn_gate_up_exps.weight``, 1.
+    """
+    for index, part in enumerate(("gate", "up")):
+        if f".ffn_{part}_exps." in theirs:
+            return theirs.replace(f"_{part}_exps", "_gate_up_exps"), index
+    return None
+
+
 def gguf_name(rules: GgufRules, name: str) -> str | None:
     """The tensor that holds parameter ``name``; None if the architecture has no such parameter.
 
@@ -86,5 +103,6 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     if part is None:
         return None
-    # a router's bias of the choice and a mixer's bias of time steps have their whole names there
-    return f"blk.{int(match[1])}.{part}{'' if stem.endswith(_WITHOUT_ENDING) else suffix}"
+    # some have their whole names there: biases of a router's choice and of time steps, factors
+    whole = part.endswith(_WHOLE) or stem.endswith(_WITHOUT_ENDING)
+    return f"blk.{int(match[1])}.{part}{'' if whole else suffix}"

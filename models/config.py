@@ -10,7 +10,8 @@ rejected by name before anything is allocated from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
@@ -24,6 +25,7 @@ from sdk.models.architecture import (
     ConfigRules,
     DistanceBuckets,
     EmbeddingRules,
+    LayerCaches,
     architecture,
 )
 from sdk.models.config_fields import (
@@ -71,6 +73,13 @@ class ModelConfig:
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
     the architecture says it. ``blocks``: of what each layer consists; empty: all attend and have an
     MLP. ``recurrent``: the sizes of the recurrent mixer of those that have one.
+    ``attention_factor`` multiplies what attention adds; ``mlp_factors``: the gate of an MLP, and
+    what that adds.
+    ``layer_caches``: see :data:`sdk.models.architecture.LayerCaches`; empty: all layers have
+    ``num_kv_heads`` heads of ``head_dim``, which are the most otherwise. ``keys_as_values``: the
+    layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
+    widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
+    ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -117,6 +126,12 @@ class ModelConfig:
     gate_per_head: bool | None = None
     blocks: tuple[Blocks, ...] = ()
     recurrent: RecurrentSpec | None = None
+    attention_factor: float = 1.0
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+    layer_caches: LayerCaches = ()
+    keys_as_values: tuple[bool, ...] = ()
+    layer_widths: tuple[int, ...] = ()
+    layer_inputs: int = 0
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -137,6 +152,8 @@ class ModelConfig:
 
         :raises AlignmentError: the heads of states cannot be divided over the ranks.
         """
+        if self.layer_caches:
+            return tuple(one for one in self.layer_caches if not isinstance(one, int))
         dim, found = self.head_dim, list[Cache]()
         state = None if self.recurrent is None else self.recurrent.cache(ranks)
         for layer, window in enumerate(self.sliding_windows):
@@ -150,10 +167,41 @@ class ModelConfig:
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
+        if self.layer_caches:
+            own = self.layer_caches[layer]
+            first = own if isinstance(own, int) else layer
+            return (sum(not isinstance(one, int) for one in self.layer_caches[:first]),)
         counts = [int(one.attention) + int(one.recurrent) for one in self.blocks[: layer + 1]]
         if not counts:
             return (layer,)
         return tuple(range(sum(counts[:-1]), sum(counts)))
+
+    def attention_of(self, layer: int) -> AttentionCache:
+        """The cache of a layer's keys and values."""
+        found = self.caches[self.caches_of(layer)[0]]
+        assert isinstance(found, AttentionCache)
+        return found
+
+    def shares_keys(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of an earlier one and has none itself."""
+        return bool(self.layer_caches) and isinstance(self.layer_caches[layer], int)
+
+    def width_of(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
+
+    def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
+        """A model of one layer, which is like one of this model, with ``experts`` or an MLP."""
+        spec = self.experts if experts else None
+        return replace(
+            self,
+            num_layers=1,
+            rope_of_layer=(self.rope_of_layer[layer],),
+            sliding_windows=(self.sliding_windows[layer],),
+            num_heads=self.heads_of(layer),
+            layer_heads=(),
+            experts=None if spec is None else replace(spec, layers=(True,)),
+        )
 
     @property
     def embedding_width(self) -> int:
@@ -184,24 +232,27 @@ class ModelConfig:
         causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         still = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, still, rules.rotation)
+        caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
+        dims = _head_dims(caches, windows, head_dim)
+        ropes, rope_of_layer = ropes_of_layers(fields, dims, windows, still, rules.rotation)
         experts = known and experts_of(fields, known, layers)
+        widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
-            intermediate_size=_width(fields, rules, experts),
+            intermediate_size=max(widths) if widths else _width(fields, rules, experts),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            head_dim=max(dims),
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
             max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=_attention_scale(fields, head_dim),
+            attention_scale=rules.attention_scale or _attention_scale(fields, head_dim),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -230,6 +281,14 @@ class ModelConfig:
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
             blocks=_blocks(fields, rules, layers),
             recurrent=None if rules.recurrent is None else rules.recurrent(fields),
+            attention_factor=fields.positive("attention_output_factor", default=1.0),
+            mlp_factors=_mlp_factors(fields),
+            layer_caches=caches,
+            keys_as_values=(
+                () if rules.keys_as_values is None else tuple(rules.keys_as_values(fields, windows))
+            ),
+            layer_widths=widths,
+            layer_inputs=_layer_inputs(fields, rules),
         )
 
 
@@ -313,6 +372,36 @@ def _heads(fields: Fields, hidden: int, layers: int) -> tuple[tuple[int, ...], i
     return each, heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
 
 
+def _layer_caches(
+    fields: Fields, rules: ConfigRules, windows: Sequence[int | None], heads: Sequence[int]
+) -> LayerCaches:
+    """See :data:`LayerCaches`. ``heads``: the numbers of query heads that layers have."""
+    found = () if rules.caches is None else tuple(rules.caches(fields, windows))
+    own = {one.kv_heads for one in found if not isinstance(one, int)}
+    odd = next(((one, kv) for one in heads for kv in own if one % kv), None)
+    if odd is not None:
+        fields.fail("num_key_value_heads", f"a divisor of {odd[0]} heads in each layer", odd[1])
+    return found
+
+
+def _head_dims(
+    caches: LayerCaches, windows: Sequence[int | None], head_dim: int
+) -> tuple[int, int]:
+    """The features of a head in layers that see all tokens, and in those with a window."""
+    if not caches:
+        return head_dim, head_dim
+    own = [one for one in caches if not isinstance(one, int)]
+    by_kind = {one.window is not None: one.key_dim for one in reversed(own)}
+    return by_kind.get(False, by_kind.get(True, 0)), by_kind.get(True, by_kind.get(False, 0))
+
+
+def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
+    key = rules.layer_inputs
+    if key is None or fields.values.get(key, 0) == 0:
+        return 0
+    return fields.count(key, MAX_WIDTH)
+
+
 def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:
     """The row of position 0, and how many of ``max_position_embeddings`` come before it."""
     if rules.positions != "after padding":
@@ -380,6 +469,13 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _mlp_factors(fields: Fields) -> tuple[float, float]:
+    if not fields.has("mlp_multipliers"):
+        return 1.0, 1.0
+    gate, out = fields.factors("mlp_multipliers", 2)
+    return gate, out
 
 
 def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ...]:

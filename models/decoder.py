@@ -14,18 +14,19 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
+from sdk.kernels.norm import Norm
+from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.layer_inputs import LayerInput, LayerInputs
 from sdk.models.moe import ExpertMLP
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
-    from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
@@ -84,13 +85,16 @@ class MLP:
         self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
         width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
+        self.gate_factor, self.factor = c.mlp_factors
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        self.up = source.columns(
-            path,
-            "gate_up_proj" if gated else "up_proj",
-            [(name, width, start, count) for name in names],
-            bias=c.mlp_bias,
-        )
+        parts = [(name, width, start, count) for name in names]
+        #: The projection to the gate, where that is multiplied: then it is not in ``up``.
+        self.gate: Projection | None = None
+        if self.gate_factor != 1.0:
+            gate, *parts = parts
+            self.gate = source.columns(path, "gate_proj", [gate], bias=c.mlp_bias)
+        fused = "gate_up_proj" if len(parts) == 2 else "up_proj"
+        self.up = source.columns(path, fused, parts, bias=c.mlp_bias)
         down = f"{path}.down_proj"
         self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
 
@@ -100,9 +104,41 @@ class MLP:
         return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
+        if self.gate is not None:
+            gate = self.ops.scale(self.gate(x), self.gate_factor)
+            return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
         if self.gated:
-            return self.down(self.up.gated(x, self.activation))
+            return self.ops.scale(self.down(self.up.gated(x, self.activation)), self.factor)
         return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
+
+
+class MLPBesideExperts:
+    """See :class:`sdk.models.architecture.ExpertsBeside`."""
+
+    def __init__(
+        self, source: Source, path: str, index: int, rules: LayerRules, norms: ExpertsBeside
+    ) -> None:
+        c = source.config
+        self.ops = source.ops
+        self.mlp = MLP(source, f"{path}.mlp", c.width_of(index), gated=rules.gated)
+        self.experts = ExpertMLP(source, f"{path}.mlp", rules)
+        self.before = source.norm(f"{path}.{norms.before}")
+        self.after = source.norm(f"{path}.{norms.after}")
+        self.after_mlp = source.norm(f"{path}.{norms.after_mlp}")
+        scale = source.vector(f"{path}.mlp.{rules.router}.scale", c.hidden_size)
+        self.routed = Norm(scale * c.hidden_size**-0.5, c.norm_eps)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.mlp.rounding
+
+    def __call__(self, x: Rows, total: Tensor) -> Tensor:
+        """x: the norm of ``total``, the sum of everything before."""
+        y = self.ops.norm(self.mlp(x), self.after_mlp)
+        routed = self.ops.norm(total, self.routed)
+        own = self.experts(self.ops.norm(total, self.before), routed)
+        return self.ops.add(y, self.ops.norm(own, self.after))
 
 
 def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
@@ -162,11 +198,20 @@ class Layer:
             assert c.recurrent is not None
             where = f"{path}.{c.recurrent.name}"
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
-        self.mlp: MLP | ExpertMLP | None = None
-        if blocks.mlp and has_experts:
+        self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
+        if blocks.mlp and has_experts and rules.experts_beside is not None:
+            self.mlp = MLPBesideExperts(source, path, index, rules, rules.experts_beside)
+        elif blocks.mlp and has_experts:
             self.mlp = _experts(source, f"{path}.mlp", rules)
         elif blocks.mlp:
-            self.mlp = MLP(source, f"{path}.{rules.dense}", gated=rules.gated, reduce=each)
+            width = c.width_of(index)
+            where = f"{path}.{rules.dense}"
+            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each)
+        #: The embedding of each token for this layer, and the number that multiplies its result.
+        self.input = LayerInput(source, path, index) if c.layer_inputs else None
+        self.factor = 1.0
+        if rules.scaled:
+            self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
@@ -182,7 +227,17 @@ class Layer:
             delta = self._output(self._mix(x, step, caches), self.after_attention)
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
-            delta = self._output(self.mlp(x), self.after_mlp)
+            if isinstance(self.mlp, MLPBesideExperts):
+                x = self.mlp(x, residual)
+            else:
+                x = self.mlp(x)
+            delta = self._output(x, self.after_mlp)
+        if self.input is not None:
+            residual = delta if residual is None else self.ops.add(residual, delta)
+            delta = self.input(residual, step)
+        if self.factor != 1.0:
+            assert residual is not None
+            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
         return delta, residual
 
     @property
@@ -252,7 +307,7 @@ def _experts(source: Source, path: str, rules: LayerRules) -> ExpertMLP:
     assert spec is not None
     shared = None
     if spec.shared_width:
-        whole = source.mesh.redundant_experts is not None
+        whole = source.mesh.redundant_experts is not None or spec.inputs is not None
         where = f"{path}.shared_experts"
         shared = MLP(source, where, spec.shared_width, gated=rules.gated, reduce=whole)
     return ExpertMLP(source, path, rules, shared)
@@ -281,6 +336,17 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     return positions, norm
 
 
+def _check_shared_keys(config: ModelConfig, layers: range) -> None:
+    """:raises AlignmentError: a stage would read keys that another one has."""
+    for layer in layers:
+        if config.shares_keys(layer) and config.layer_caches[layer] not in layers:
+            raise AlignmentError(
+                f"pipeline_parallel_size: layer {layer} of {config.model_type} reads the keys of "
+                f"layer {config.layer_caches[layer]}: expected both in one stage, found layers "
+                f"{layers.start} to {layers.stop - 1}"
+            )
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -303,6 +369,8 @@ class Decoder:
             self.positions, self.embedding_norm = positions_and_norm(source)
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
+        #: What makes the embeddings of each layer.
+        self.inputs = LayerInputs(source) if c.layer_inputs else None
         self.projection: Projection | None = None
         if mesh.is_first and c.embedding_size is not None:
             self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
@@ -315,6 +383,7 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
+        _check_shared_keys(c, self.numbers)
         first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
         #: For each layer of this stage the places of its caches among those of the stage.
         self._caches = {i: tuple(one - first for one in c.caches_of(i)) for i in self.numbers}
@@ -352,7 +421,8 @@ class Decoder:
         delta = self._enter(inputs, batch)
         residual: Tensor | None = None
         angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
-        step = Step(batch, angles, self.biases)
+        own = None if self.inputs is None else self.inputs(inputs, delta)
+        step = Step(batch, angles, self.biases, own)
         self.streams = []
         for i, layer in zip(self.numbers, self.layers, strict=True):
             places = self._caches[i] if self.config.causal else (0,)

@@ -113,10 +113,10 @@ class GatedDeltaNet:
         heads = (spec.value_heads, v_start, self.values)
         each = [(name, *heads) for name in ("in_proj_b", "in_proj_a")]
         self.strengths = source.columns(path, "in_proj_ba", each, accurate=True)
-        names = [("conv1d", total)]
+        names = ["conv1d"]
         if source.has(f"{path}.q_conv1d.weight"):
-            names = [("q_conv1d", wide_k), ("k_conv1d", wide_k), ("v_conv1d", wide_v)]
-        self.conv, _ = conv_rows(source, path, names, spec.taps, ranges)
+            names = [f"{part}_conv1d" for part in "qkv"]
+        self.conv, _ = conv_rows(source, path, names, total, spec.taps, ranges)
         own = slice(v_start, v_start + self.values)
         self.rates = decay_rates(source, path, spec.value_heads)[own].contiguous()
         self.dt_bias = source.vector(f"{path}.dt_bias", spec.value_heads)[own].contiguous()

@@ -266,14 +266,15 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
+        kv_heads = self.config.attention_of(layer).kv_heads
+        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, *shape: int) -> Tensor:
-        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
+    def vector(self, path: str, *shape: int | None) -> Tensor:
+        """A plain tensor, float32; ``[1]`` may have no dimension in the file. ``None``: any size."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
@@ -281,10 +282,10 @@ class Source:
             # ERNIE has the bias of a router as one row.
             if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
                 tensor = tensor[0]
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
-                )
+            sizes = list(tensor.shape)
+            if len(sizes) != len(shape) or sizes != [w or n for w, n in zip(shape, sizes)]:
+                name = self._name(path)
+                raise CheckpointError(f"{name}: expected shape {list(shape)}, found {sizes}")
             found = tensor.to(self.ops.device)
         self.vectors[path] = found
         return found
@@ -353,8 +354,7 @@ class Source:
 
         ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
         ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
-        same result. ``accurate``: with
-        ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        same result. ``accurate``: with ``ACCURATE`` activation bits (see :meth:`Ops.linear`).
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
         """
@@ -489,8 +489,9 @@ class Source:
         self, path: str, names: tuple[str, ...], expert: int, start: int, count: int
     ) -> tuple[Weight, Tensor | None]:
         """What one expert has of :meth:`expert_columns`: its weight and its bias."""
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         parts = [f"{path}.{expert}.{name}" for name in names]
         whole = [self._pull(part, (spec.width, hidden)) for part in parts]
         cut = [
@@ -502,9 +503,8 @@ class Source:
         biases = [self._bias(part, spec.width, False) for part in parts]
         present = [bias[start : start + count] for bias in biases if bias is not None]
         if len(present) not in (0, len(parts)):
-            raise CheckpointError(
-                f"{self._name(parts[0])}: expected a bias of all parts or of none"
-            )
+            name = self._name(parts[0])
+            raise CheckpointError(f"{name}: expected a bias of all parts or of none")
         return weight, torch.cat(present) if present else None
 
     def expert_rows(
@@ -521,8 +521,9 @@ class Source:
 
         Results of parts of an expert get summed, so only rank 0 has the bias then.
         """
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         part = f"{path}.{expert}.{name}"
         weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
         weight.bind(self.ops)
@@ -565,20 +566,21 @@ class Source:
             bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
         return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
-    def embedding(self) -> Embedding:
+    def embedding(self, path: str = "model.embed_tokens") -> Embedding:
         """The first matrix of the model."""
-        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        weight, (start, _) = self._by_token(path), self._tokens
         found = Embedding(weight, start, self.config, self.mesh, self.ops)
         if self._rules.embedding.unweighted_norm:
             found.norm = Norm(None, self.config.norm_eps)
         return found
 
-    def table(self, path: str, rows: int, first: int = 0) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, features of embeddings]``;
-        all ranks have all of them."""
+    def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]`` (default: features
+        of embeddings); all ranks have all of them."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, self.config.embedding_width))
+            shape = (first + rows, width or self.config.embedding_width)
+            weight = self._pull(path, shape)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self._matrix(path, pull, ACCURATE).weight

@@ -8,6 +8,7 @@ arXiv 2405.21060; transformers' modeling_mamba2.py, modeling_bamba.py, modeling_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.kernels.norm import Norm
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
+    from sdk.models.layers import Projection, Source
 
 
 class Factors(NamedTuple):
@@ -98,12 +99,20 @@ class Mamba2:
         rows = [(mesh.rank * self.width, self.width)]
         rows += [(inner + at, n) for at, n in ranges]
         rows.append((total - spec.heads + mesh.rank * self.heads, self.heads))
-        parts = [("in_proj", total, *own) for own in (rows if mesh.size > 1 else [(0, total)])]
-        self.into = source.columns(path, "in_proj", parts, bias=spec.in_bias)
+        #: The projections to z and dt, where these are multiplied: then they are not in ``into``.
+        self.apart: tuple[Projection, Projection] | None = None
+        if (spec.factors.z, spec.factors.dt) != (1.0, 1.0):
+            z, dt = _projection(source, path, "in_proj_z", total, rows[:1], spec), rows[-1:]
+            self.apart = z, _projection(source, path, "in_proj_dt", total, dt, spec)
+            rows_into = rows[1:-1]
+        else:
+            rows_into = rows if mesh.size > 1 else [(0, total)]
+        self.into = _projection(source, path, "in_proj", total, rows_into, spec)
         self.conv, self.conv_bias = conv_rows(
             source,
             path,
-            [("conv1d", inner + 2 * shared)],
+            ["conv1d"],
+            inner + 2 * shared,
             spec.taps,
             ranges,
             bias=spec.conv_bias,
@@ -139,8 +148,7 @@ class Mamba2:
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
         spec, states = self.spec, self.ops.states
-        channels = self.width + 2 * self.shared
-        z, xbc, dt = self.into(x).split_with_sizes([self.width, channels, self.heads], dim=1)
+        z, xbc, dt = self._parts(x)
         xbc = states.causal_conv(
             xbc, self.conv, self.conv_bias, cache["conv"], step.batch, activation="silu"
         )
@@ -159,9 +167,33 @@ class Mamba2:
         y = self._gate(y.view(tokens, self.width), z)
         return self.ops.scale(self.out(y), spec.factors.out)
 
+    def _parts(self, x: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """z, what goes into the convolution, and dt."""
+        if self.apart is not None:
+            f = self.spec.factors
+            z, dt = (one(x) for one in self.apart)
+            return self.ops.scale(z, f.z), self.into(x), self.ops.scale(dt, f.dt)
+        sizes = [self.width, self.width + 2 * self.shared, self.heads]
+        z, xbc, dt = self.into(x).split_with_sizes(sizes, dim=1)
+        return z, xbc, dt
+
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
         """``[T, features]`` with its gate and its norm."""
-        assert self.norm is not None
+        if self.norm is None:
+            return self.ops.gate(y, z, "silu")
         tokens, groups, first = len(y), self.groups, not self.spec.norm_first
         parts = y.view(tokens, groups, -1), z.view(tokens, groups, -1)
         return self.ops.states.gated_norm(*parts, self.norm, first=first).view(tokens, self.width)
+
+
+def _projection(
+    source: Source,
+    path: str,
+    name: str,
+    total: int,
+    rows: Sequence[tuple[int, int]],
+    spec: Mamba2Spec,
+) -> Projection:
+    """The projection to ``rows`` of ``in_proj``, which has ``total``."""
+    parts = [("in_proj", total, *own) for own in rows]
+    return source.columns(path, name, parts, bias=spec.in_bias)

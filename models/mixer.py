@@ -16,13 +16,14 @@ import numpy as np
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.caches import StateCache
-from sdk.quant.errors import AlignmentError
+from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.attention import Step
     from sdk.models.layers import Source
     from sdk.models.parallel import Mesh
+
 
 class Mixer(Protocol):
     """A block that reads other tokens than its own, through what a cache keeps of them."""
@@ -75,7 +76,8 @@ def range_of(what: str, count: int, mesh: Mesh) -> tuple[int, int]:
 def conv_rows(
     source: Source,
     path: str,
-    names: Sequence[tuple[str, int]],
+    names: Sequence[str],
+    channels: int,
     taps: int,
     ranges: Sequence[tuple[int, int]],
     *,
@@ -84,18 +86,23 @@ def conv_rows(
     """This rank's channels of depthwise convolutions: the weight float32 ``[C, taps]`` and its
     bias ``[C]``.
 
-    ``names``: the convolutions one after the other, with their channels. ``ranges``: of all
-    channels, each ``(start, count)``. GGUF files have no key for biases.
+    ``names``: the convolutions one after the other, ``channels`` together: transformers divides
+    joined ones equally when it saves them, whatever they were before. ``ranges``: of all channels,
+    each ``(start, count)``. ``bias``: of one convolution; GGUF files have no key for it.
+
+    :raises CheckpointError: there are other channels.
     """
-    gguf = source.checkpoint.format == "gguf"
-    weights, biases = [], []
-    for name, channels in names:
-        weight = source.vector(f"{path}.{name}.weight", channels, 1, taps)
-        weights.append(weight.view(channels, taps))
-        if source.has(f"{path}.{name}.bias") if gguf else bias:
-            biases.append(source.vector(f"{path}.{name}.bias", channels))
-    joined = torch.cat(biases) if biases else None
-    return rows_of(torch.cat(weights), ranges), joined if joined is None else rows_of(joined, ranges)
+    size = channels if len(names) == 1 else None
+    weight = torch.cat([source.vector(f"{path}.{name}.weight", size, 1, taps) for name in names])
+    if len(weight) != channels:
+        raise CheckpointError(
+            f"{path}: {', '.join(names)}: expected {channels} channels, found {len(weight)}"
+        )
+    own = rows_of(weight.view(channels, taps), ranges)
+    where = f"{path}.{names[0]}.bias"
+    if not (source.has(where) if source.checkpoint.format == "gguf" else bias):
+        return own, None
+    return own, rows_of(source.vector(where, channels), ranges)
 
 
 def rows_of(values: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -194,9 +194,9 @@ GROUPS = (
     ),
     Group(
         _SIZES,
-        gguf=("deci", "gemma4", "mimo2", "openelm", "step35"),
+        gguf=("deci", "mimo2", "openelm", "step35"),
         types=(
-            *("deci", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "mimo_v2"),
+            *("deci", "mimo_v2_flash", "mimo_v2"),
             *("nemotron-nas", "openelm", "step3p5"),
         ),
     ),

@@ -51,7 +51,7 @@ class ShortConv:
         parts = [("in_proj", 3 * width, *own) for own in rows]
         self.into = source.columns(path, "in_proj", parts, bias=spec.bias)
         self.weight, self.bias = conv_rows(
-            source, path, [("conv", width)], spec.taps, [(start, self.width)], bias=spec.bias
+            source, path, ["conv"], width, spec.taps, [(start, self.width)], bias=spec.bias
         )
         self.out = source.row(
             f"{path}.out_proj", width, start, self.width, bias=spec.bias, reduce=reduce

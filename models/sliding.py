@@ -44,9 +44,7 @@ def sliding_windows(
         unknown = [k for k in kinds if k not in known]
         if unknown:
             names = " or ".join((", ".join(known[:-1]), known[-1]))
-            raise UnsupportedError(
-                f"config: layer_types: expected {names}, found {unknown[0]!r}"
-            )
+            raise UnsupportedError(f"config: layer_types: expected {names}, found {unknown[0]!r}")
         sliding = [kind == "sliding_attention" for kind in kinds]
     if not any(sliding):
         return (None,) * layers

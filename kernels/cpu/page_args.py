@@ -44,7 +44,10 @@ class AttentionArgs(Structure):
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
         ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_tile", "split_blocks", "both_ways", "reach")),
+        *(
+            (name, c_int32)
+            for name in ("query_tile", "split_blocks", "both_ways", "reach", "chunked")
+        ),
     ]
 
 

@@ -11,7 +11,7 @@ from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
 from sdk.kernels.lazy_torch import Tensor, torch
 
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 
 
 def reject(problem: Problem) -> str | None:

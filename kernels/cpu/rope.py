@@ -53,7 +53,7 @@ class RopeAndCache:
             raise KernelError(f"rope: expected int64 slots [{tokens}], found {batch.slots.shape}")
         for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
             inner_contiguous(x, torch.float32, f"rope {name}")
-        check_pages(pages, kv_heads, head_dim)
+        check_pages(pages, kv_heads or pages.k.shape[1], head_dim)
         own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
         weights = [None if norm is None else norm.weight for norm in own]
         if norms is not None and not norms.plain:

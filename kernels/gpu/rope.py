@@ -212,7 +212,7 @@ class RopeAndCache:
             raise KernelError("rope: expected contiguous heads and angles of the same strides")
         keys, values = page_sides(pages, head_dim)
         centre = pages.k_centre
-        if centre is not None:
+        if centre is not None and kv_heads:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
         own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
@@ -224,7 +224,7 @@ class RopeAndCache:
                 expect(f"rope {name} norm", weight, torch.float32, head_dim)
         expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre, *weights)
         block = max(16, triton.next_power_of_2(head_dim))
-        rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
+        rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads or q.shape[1])))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
         run_kernel(
             rope_kernel,

@@ -63,6 +63,8 @@ class RopeAndCache:
             times = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
             turned = turned * (1.0 + scale.beta * torch.log1p(times))[:, None, None]
         q.copy_(mixed(turned) if pages.k_mixed else turned)
+        if not k.shape[1]:
+            return
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
         k = _turned(k, cos, sin, None if norms is None else norms.k, after)

@@ -112,7 +112,5 @@ ARCHITECTURE = Architecture(
             "mlp": "feed_forward",
         }
     ),
-    more_gguf=(
-        GgufRules("falcon-h1", tensors=GGUF_TENSORS, read=_read_gguf, keys=GGUF_KEYS),
-    ),
+    more_gguf=(GgufRules("falcon-h1", tensors=GGUF_TENSORS, read=_read_gguf, keys=GGUF_KEYS),),
 )

@@ -160,7 +160,5 @@ ARCHITECTURE = Architecture(
         recurrent=_recurrent,
     ),
     tensors=TensorRules(names={**NAMES, **MIXER_NAMES}),
-    more_gguf=(
-        GgufRules("mamba2", tensors=GGUF_TENSORS, read=read_sizes, keys=GGUF_KEYS),
-    ),
+    more_gguf=(GgufRules("mamba2", tensors=GGUF_TENSORS, read=read_sizes, keys=GGUF_KEYS),),
 )

@@ -109,7 +109,13 @@ ARCHITECTURE = Architecture(
             *("n_group", "topk_group", "mlp_layer_types", *SIZES.values()),
         ),
         ignored=(
-            *(*IGNORED, "expand", "hybrid_override_pattern", "num_logits_to_keep", "mtp_layers_block_type"),
+            *(
+                *IGNORED,
+                "expand",
+                "hybrid_override_pattern",
+                "num_logits_to_keep",
+                "mtp_layers_block_type",
+            ),
             *("use_mamba_kernels", "mamba_hidden_act", "mamba_ssm_cache_dtype", "n_shared_experts"),
             *("num_nextn_predict_layers", "moe_shared_expert_overlap", "mamba_proj_bias"),
             *("attention_bias", "mamba_expand", "num_local_experts", "sliding_window"),

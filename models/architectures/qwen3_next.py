@@ -73,7 +73,9 @@ GGUF_KEYS = (
 
 def recurrent(fields: Fields) -> GatedDeltaSpec:
     """The sizes of its delta nets."""
-    keys, values = (fields.count(f"linear_num_{side}_heads", MAX_WIDTH) for side in ("key", "value"))
+    keys, values = (
+        fields.count(f"linear_num_{side}_heads", MAX_WIDTH) for side in ("key", "value")
+    )
     if values % keys:
         fields.fail("linear_num_value_heads", f"a multiple of {keys} heads of keys", values)
     taps = fields.count("linear_conv_kernel_dim", 16)

@@ -44,6 +44,7 @@ from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
+from sdk.memory.drafting_heads import next_token_head
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -458,8 +459,12 @@ def _drafting_weights(
     if speculative is None or not speculative.has_weights:
         return None
     longest = memory.max_model_len
+    target = model_config(config, checkpoint)
+    if speculative.is_own_head:
+        own = next_token_head(checkpoint, target)
+        path = str(checkpoint.path.absolute())
+        return DraftingWeights(path, config.quantization, longest, has_pages=True, head=own)
     if speculative.is_head:
-        target = model_config(config, checkpoint)
         with opened_head(config, speculative, target) as (_, files, head):
             if head.has_layer:
                 longest = min(longest, head.model.max_position)

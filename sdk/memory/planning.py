@@ -28,6 +28,7 @@ from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import (
+    check_layer_inputs,
     compute_of,
     config_values,
     encoder_options,
@@ -94,6 +95,7 @@ def plan_for(
     are those of the engine: a step of an encoder holds its longest text.
     """
     model = model_config(config, checkpoint)
+    check_layer_inputs(config, model)
     if model.causal:
         return _plan(config, checkpoint, model, weights)
     made = _plan(encoder_options(config, model), checkpoint, model, weights)

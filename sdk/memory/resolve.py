@@ -151,6 +151,15 @@ _OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 
+def check_layer_inputs(config: EngineConfig, model: ModelConfig) -> None:
+    """:raises RequestError: embeddings in place of tokens, where layers look tokens up themselves."""
+    if model.layer_inputs and config.enable_prompt_embeds:
+        raise RequestError(
+            "enable_prompt_embeds: expected False, found True: every layer of this model ("
+            f"{model.model_type}) has an embedding of its own for each token; leave the option out"
+        )
+
+
 def encoder_options(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The options as an encoder runs with them.
 

@@ -41,7 +41,7 @@ INLINE int part_end(const BlockSide& side, int d, int width) {
 // Keys lo..hi of the key block at `begin` that row i sees; none if lo >= hi.
 INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     const int64_t position = item.position + i / item.group - begin;
-    const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
+    const int64_t from = first_seen(item.a, position + begin) - begin;
     const int64_t end = keys_end(item, position + begin) - begin;
     *lo = from < 0 ? 0 : from > kBlockKeys ? (int)kBlockKeys : (int)from;
     *hi = end < 0 ? 0 : end > kBlockKeys ? (int)kBlockKeys : (int)end;

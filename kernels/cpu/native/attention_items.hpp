@@ -134,7 +134,7 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
         const int64_t t = (s.tiles - 1 - part) * a->query_tile;
         const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
         to.item = make_item(a, r, head, t, t_end, scratch);
-        const int64_t lowest = a->window ? to.item.position - a->window + 1 : 0;
+        const int64_t lowest = first_seen(a, to.item.position);
         to.begin = (lowest > 0 ? lowest : 0) / kBlockKeys * kBlockKeys;
         to.end = INT64_MAX;
     }

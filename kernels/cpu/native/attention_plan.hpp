@@ -31,8 +31,8 @@ static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records after
 static_assert(kQueryRows >= kMostAttentionRows, "a query tile has at least one block of rows");
 static_assert((kMostAttentionRows + kQueryRows) *
                       (5 * kMaxHeadDim / 2 + 1 + kQuerySums + kPartExtra + kBlockKeys) * (int)sizeof(float) +
-                  2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,
-              "the private memory of a thread, without scales, stays below 1 MiB");
+                  2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 3 << 19,
+              "the private memory of a thread, without scales, stays below 1.5 MiB");
 
 // Floats of a padded head: the same at every instruction-set level.
 static inline int64_t padded_dim(const AttentionArgs* a) {
@@ -50,6 +50,12 @@ static inline int most_groups(const AttentionArgs* a, PageSide PageLevel::*side)
     return most;
 }
 
+// The first position that the token at `position` sees; negative: all before it.
+static inline int64_t first_seen(const AttentionArgs* a, int64_t position) {
+    if (!a->window) return 0;
+    return a->chunked ? position / a->window * a->window : position - a->window + 1;
+}
+
 // Items of one request: `tiles` query tiles, or one tile whose key blocks first_block..end_block are
 // spread over `splits` items; times the number of key heads.
 struct RequestPlan {
@@ -60,7 +66,7 @@ static inline RequestPlan request_plan(const AttentionArgs* a, int r) {
     RequestPlan s = {a->query_start[r + 1] - a->query_start[r], 0, 1, 0, 0};
     s.tiles = (s.tokens + a->query_tile - 1) / a->query_tile;
     if (s.tiles != 1) return s;
-    int64_t lowest = a->window ? a->context_len[r] - s.tokens + 1 - a->window : 0;
+    const int64_t lowest = first_seen(a, a->context_len[r] - s.tokens);
     s.first_block = lowest > 0 ? lowest / kBlockKeys : 0;
     s.end_block = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
     s.splits = (s.end_block - s.first_block + a->split_blocks - 1) / a->split_blocks;

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 
 from sdk.api.errors import RequestError
 from sdk.engine.plan import Copy, Duplicate, Frames, Swap

@@ -38,7 +38,8 @@ class DraftingWeights:
         """Open the files, with online quantization if ``quantization`` is set."""
         from sdk.loaders.head_folder import open_head
 
-        opened = open_checkpoint(self.model) if self.head is None else open_head(self.model)
+        own_files = self.head is None or self.head.block
+        opened = open_checkpoint(self.model) if own_files else open_head(self.model)
         return online_quantized(opened, self.quantization)
 
 

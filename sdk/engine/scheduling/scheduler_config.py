@@ -108,14 +108,21 @@ class SchedulerConfig:
         """Whether there is memory besides pages: frames of window groups, slots of states."""
         return bool(self.windows) or self.states is not None
 
+    @property
+    def first_limit(self) -> int | None:
+        """Page ids that have memory at first, including page 0. ``None``: all of ``num_pages``."""
+        if not self.has_groups or self.cache_bytes is None or not self.page_bytes:
+            return self.first_pages
+        return min(self.num_pages, self.cache_bytes // self.page_bytes + 1)
+
     def _check_groups(self) -> None:
         if not self.has_groups:
             return
         if len(self.kv_bits) > 1 or self.num_swap_pages:
             found = "tiers" if len(self.kv_bits) > 1 else "num_swap_pages"
             raise ValueError(f"window groups and recurrent states do not work with {found}")
-        if self.page_bytes < 0 or (self.cache_bytes is not None and not self.page_bytes):
-            raise ValueError(f"page_bytes must be positive, got {self.page_bytes}")
+        if self.page_bytes < 0:  # 0: all layers have windows or states
+            raise ValueError(f"page_bytes must not be negative, got {self.page_bytes}")
         for group in self.windows:
             if group.window < 1 or group.frame_bytes < 1 or group.num_frames < 2:
                 raise ValueError(f"windows: every number must be positive, got {group}")
