@@ -51,7 +51,8 @@ def plan_memory(
         left = kv_budget
     elif demand.num_pages is None and budget is None:
         left = _default_bytes(demand, left, want_context, tokens, asked=max_model_len is not None)
-    share = share_memory(demand, left, want_context, tokens)
+    asked = not (budget is kv_budget is None)
+    share = share_memory(demand, left, want_context, tokens, asked=asked)
     context = want_context
     if max_model_len is None:
         context = min(context, max(share.longest, 1) * demand.page_size)

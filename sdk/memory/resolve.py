@@ -193,9 +193,10 @@ def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
         "swap_space": config.swap_space != 0,
         "memory=MemoryPool": isinstance(config.memory, MemoryPool),
         "prefill_replicas": config.prefill_replicas > 0,
+        "enable_chunked_prefill=False": not config.enable_chunked_prefill,
     }
     given = " and ".join(name for name, is_set in asked.items() if is_set)
-    return f"{given} needs pages of all layers" if given else ""
+    return f"with {given} pages have all layers" if given else ""
 
 
 def step_pages(config: EngineConfig) -> int:

@@ -45,6 +45,11 @@ class Vacated(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.pages or self.slots or any(self.frames))
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """See ``StepPlan.vacated``."""
+        return tuple(map(tuple, (self.pages, *self.frames, self.slots))) if self else ()
+
 
 class Pinned(NamedTuple):
     """What a pinned prefix holds besides its pages."""

@@ -354,7 +354,9 @@ class Scheduler:
         )
         if (groups := self.groups) is not None:
             plan = plan._replace(
-                new_frames=groups.take_new_frames(), state_saves=groups.take_saves()
+                new_frames=groups.take_new_frames(),
+                state_saves=groups.take_saves(),
+                vacated=groups.take_vacated().places,
             )
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
@@ -425,7 +427,7 @@ class Scheduler:
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
-        if not (new_pages or copies or plan.state_saves):
+        if not (new_pages or copies or plan.state_saves or plan.vacated):
             in_flight.same = batch
         return batch
 
@@ -439,7 +441,8 @@ class Scheduler:
             for request in in_flight.need_save:
                 groups.saves.plan(request, 1)
         frames, saves = groups.take_new_frames(), groups.take_saves()
-        return plan._replace(new_frames=frames, state_saves=saves)
+        vacated = groups.take_vacated().places
+        return plan._replace(new_frames=frames, state_saves=saves, vacated=vacated)
 
     def _plan_decodes(
         self,
