@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 32
+ABI_VERSION = 33
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -70,6 +70,7 @@ class OpKind(IntEnum):
     COMBINE_RANKS = 21
     GATHER_RANKS = 22
     GATE = 23
+    HEADS = 24
 
 
 class Count(IntEnum):
@@ -173,6 +174,14 @@ class ExpertsArgs(Structure):
         *((name, c_void_p) for name in ("experts", "starts", "active")),
         ("count", c_int64),
         ("k", c_int32),
+    ]
+
+
+class HeadsArgs(Structure):
+    _fields_ = [
+        ("each", LinearArgs),
+        ("heads", c_void_p),
+        *((name, c_int64) for name in ("count", "x_token", "x_head", "out_head")),
     ]
 
 
