@@ -151,7 +151,8 @@ class BoundExperts:
 @dataclass(frozen=True, slots=True)
 class BoundHeads:
     """The packed weights of a layer's heads, of one shape, each of which multiplies its own part of
-    a row. ``packed``: of all of them; ``None``: their kernel multiplies one at a time."""
+    a row. ``packed``: of all of them; ``None``: their kernel multiplies one at a time, which is for
+    cards only."""
 
     heads: tuple[BoundLinear, ...]
     packed: Any

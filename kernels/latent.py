@@ -27,12 +27,17 @@ class LatentOps:
         self._context = context
 
     def group(self, heads: Sequence[BoundLinear]) -> BoundHeads:
-        """The weights of a layer's heads, all of one shape, as one."""
-        first = heads[0]
-        packed = None
-        implementation = first.choice.implementation
-        if len({head.problem for head in heads}) == 1 and hasattr(implementation, "matmul_heads"):
+        """The weights of a layer's heads as one.
+
+        :raises KernelError: their formats or shapes differ.
+        """
+        if len({head.problem for head in heads}) != 1:
+            raise KernelError("heads: expected one format and shape of all of them")
+        implementation, packed = heads[0].choice.implementation, None
+        if hasattr(implementation, "matmul_heads"):
             packed = implementation.group([head.packed for head in heads])
+        elif self._context.device.type == "cpu":  # copies of x would not be recorded
+            raise KernelError(f"heads: {implementation.name} has no products of heads")
         return BoundHeads(tuple(heads), packed, self._context)
 
     def rope_and_cache(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.models.latent_config import LatentSpec
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -112,6 +113,7 @@ class ConfigRules(NamedTuple):
     ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
     ``gate_per_head``: whether the gate of attention's output has one number for each head;
     ``None``: ``LayerRules.output_gate`` says it.
+    ``latent``: the widths of latent attention, if it has that.
     """
 
     keys: tuple[str, ...] = ()
@@ -139,6 +141,7 @@ class ConfigRules(NamedTuple):
     one_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
+    latent: Callable[[Fields], LatentSpec] | None = None
 
 
 class Norms(NamedTuple):

@@ -36,6 +36,7 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
+from sdk.models.latent_config import LatentSpec, latent_scale
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import sliding_windows
@@ -68,6 +69,8 @@ class ModelConfig:
     ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
     the architecture says it.
+    ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
+    token keeps, and there is one key head.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -112,6 +115,7 @@ class ModelConfig:
     embedding_size: int | None = None
     layer_heads: tuple[int, ...] = ()
     gate_per_head: bool | None = None
+    latent: LatentSpec | None = None
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -120,9 +124,10 @@ class ModelConfig:
     @property
     def caches(self) -> tuple[Cache, ...]:
         """What its layers keep of the tokens before, in the order of the layers."""
-        dim = self.head_dim
+        dim, values = self.head_dim, self.head_dim if self.latent is None else self.latent.rank
         return tuple(
-            AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
+            AttentionCache(self.num_kv_heads, dim, values, window, self.latent is not None)
+            for window in self.sliding_windows
         )
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
@@ -152,14 +157,21 @@ class ModelConfig:
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+        latent = None if rules.latent is None else rules.latent(fields)
+        if latent is None:
+            layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+            turning, scale = head_dim, _attention_scale(fields, head_dim)
+        else:
+            heads = fields.count("num_attention_heads", MAX_WIDTH)
+            layer_heads, kv_heads, head_dim = (), 1, latent.key
+            turning, scale = latent.turning, latent_scale(fields, latent)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
         causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         still = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, still, rules.rotation)
+        ropes, rope_of_layer = ropes_of_layers(fields, turning, windows, still, rules.rotation)
         experts = known and experts_of(fields, known, layers)
         return cls(
             model_type=model_type if known is None else known.model_type,
@@ -176,7 +188,7 @@ class ModelConfig:
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=_attention_scale(fields, head_dim),
+            attention_scale=scale,
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -203,6 +215,7 @@ class ModelConfig:
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
+            latent=latent,
         )
 
 

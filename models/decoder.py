@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.latent_attention import LatentAttention
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import CheckpointError
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.models.layers import Embedding, Head, Linear, Projection, Source
     from sdk.quant.weight import Weight
 
 
@@ -52,7 +53,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """All projections with their paths."""
 
 
@@ -143,7 +144,11 @@ class Layer:
         alone = self.after_attention is None and self.after_mlp is None and not has_experts
         self.group = source.mesh.group if self.parallel and alone else None
         each = self.group is None
-        self.attention = Attention(source, f"{path}.self_attn", index, rules, reduce=each)
+        self.attention: Attention | LatentAttention
+        if c.latent is None:
+            self.attention = Attention(source, f"{path}.self_attn", index, rules, reduce=each)
+        else:
+            self.attention = LatentAttention(source, f"{path}.self_attn", index, reduce=each)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and has_experts:
             shared, width = None, c.experts.shared_width
@@ -288,10 +293,12 @@ class Decoder:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
-        return self.config.attention_softcap is None and not self._rules.sinks
+        """Whether all keys may lack the same vector, which adds a constant to all scores of a
+        query: no soft caps, no sinks, and no latents, which are values too."""
+        plain = self.config.attention_softcap is None and not self._rules.sinks
+        return plain and self.config.latent is None
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 

@@ -55,7 +55,7 @@ _CONVOLUTIONS = _decoder(
 )
 _LATENT = _decoder(
     "with latent attention (MLA)",
-    "the cache here holds keys and values, and its files hold projections of a latent vector",
+    "what surrounds its attention differs from DeepSeek's",
 )
 _SPARSE = _decoder(
     "with sparse attention",
@@ -179,8 +179,8 @@ GROUPS = (
     ),
     Group(
         _LATENT,
-        gguf=("deepseek2", "minicpm3", "mistral4", "plm"),
-        types=("mistral4", "longcat_flash", "kimi_k2", "PLM"),
+        gguf=("plm",),
+        types=("longcat_flash", "PLM"),
     ),
     Group(
         _SPARSE,
@@ -241,8 +241,6 @@ GROUPS = (
 FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
-        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "minicpm3": ("minicpm3",),
     }
 )
 

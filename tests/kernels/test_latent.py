@@ -231,9 +231,7 @@ def test_wrong_widths_are_refused(backend: CpuBackend) -> None:
             ops.latent.rope_and_cache(*parts, angles, angles, batch, pages)
         with pytest.raises(KernelError, match="expected contiguous heads"):
             one = ops.linear(Dense(torch.zeros(8, 8)))
-            ops.latent.group([one]).matmul(
-                torch.zeros(4, 1, 16)[..., ::2], torch.zeros(4, 1, 8)
-            )
+            ops.latent.group([one]).matmul(torch.zeros(4, 1, 16)[..., ::2], torch.zeros(4, 1, 8))
     kernel = backend.implementations("attention")[0]
     problem = Problem("attention", head_dim=64, value_dim=12, kv_dtype="int8")
     assert kernel.reject(problem) == "value_dim 12: expected a multiple of 8 up to 576"

@@ -228,7 +228,7 @@ class Paged:
 
     def __init__(self, model: CausalLM, kv_heads: int | None = None, pages: int = 64) -> None:
         c = model.config
-        shape = (pages, kv_heads or c.num_kv_heads, PAGE_SIZE, c.head_dim)
+        shape = (pages, kv_heads or c.num_kv_heads, PAGE_SIZE, 0 if c.latent else c.head_dim)
         transposed = (*shape[:2], c.head_dim, PAGE_SIZE)
         generator = torch.Generator().manual_seed(7)
         self.model = model

@@ -47,6 +47,7 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
+        caches=config.caches if config.latent is not None else (),
     )
 
 
