@@ -34,6 +34,7 @@ from sdk.loaders.gguf_names import (
     LAYER_OF,
     ONE_ROW,
     expert_of,
+    gate_up,
     gguf_name,
     is_stacked,
     single_expert,
@@ -172,6 +173,10 @@ class GgufCheckpoint:
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
+            if theirs not in tensors and (joint := gate_up(theirs)) in tensors:
+                both = tensors[joint]  # gate above up
+                half = (both.shape[0], both.shape[1] // 2, *both.shape[2:])
+                return joint, replace(both, shape=half)
         stored = tensors.get(theirs or "")
         if stored is not None and joined.endswith(ONE_ROW) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
@@ -240,6 +245,8 @@ class GgufCheckpoint:
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
+        if expert is not None and stored.shape[1] * 2 == len(data):
+            data = data[stored.shape[1] :] if name.endswith("up_proj") else data[: stored.shape[1]]
         if not self._interleaved(name):
             return data
         key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"

@@ -82,6 +82,11 @@ def single_expert(theirs: str, expert: int) -> str:
     return theirs.replace("_exps.", f".{expert}.")
 
 
+def gate_up(theirs: str) -> str:
+    """The tensor with gate and up of all experts, in files that join them."""
+    return re.sub(r"_(gate|up)_exps\.", "_gate_up_exps.", theirs)
+
+
 def gguf_name(rules: GgufRules, name: str) -> str | None:
     """The tensor that holds parameter ``name``; None if the architecture has no such parameter.
 
