@@ -20,6 +20,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
+from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.spec import KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
@@ -33,10 +34,16 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
     The layers of a model that is not causal share the pages of one: keys and values are read in the
     step that writes them, because a text runs in one step.
 
-    :raises RequestError: a layer to skip does not exist in the model.
+    :raises RequestError: a layer to skip does not exist in the model; latents, which are keys and
+        values in one, would have two types, or tiers.
     """
-    skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
-    for layer in skipped:
+    types = None if ">" in dtype else KVTypes.parse(dtype)
+    if config.latent is not None and (types is None or types.k != types.v):
+        raise RequestError(
+            f"kv_cache_dtype: {dtype!r}: expected one type: {config.model_type} keeps one vector "
+            "for each token, which is key and value (latent attention)"
+        )
+    for layer in () if types is None else types.skip_layers:
         if layer >= config.num_layers:
             raise RequestError(
                 f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
@@ -47,8 +54,14 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
-        caches=config.caches if config.latent is not None else (),
+        caches=() if config.latent is None else _of_heads(config.caches, kv_heads),
     )
+
+
+def _of_heads(caches: Sequence[Cache], kv_heads: int) -> tuple[AttentionCache, ...]:
+    """Caches of keys and values for so many heads."""
+    attention = (one for one in caches if isinstance(one, AttentionCache))
+    return tuple(one._replace(kv_heads=kv_heads) for one in attention)
 
 
 def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
