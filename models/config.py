@@ -71,6 +71,8 @@ class ModelConfig:
     the architecture says it.
     ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
     token keeps, and there is one key head.
+    ``chosen``: each token attends to so many, which an indexer chooses: in a context of
+    ``max_position`` tokens, which is no longer, to all.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -116,6 +118,7 @@ class ModelConfig:
     layer_heads: tuple[int, ...] = ()
     gate_per_head: bool | None = None
     latent: LatentSpec | None = None
+    chosen: int | None = None
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -173,6 +176,8 @@ class ModelConfig:
         still = rules.unrotated and rules.unrotated(fields, windows)
         ropes, rope_of_layer = ropes_of_layers(fields, turning, windows, still, rules.rotation)
         experts = known and experts_of(fields, known, layers)
+        positions = fields.count("max_position_embeddings", MAX_POSITION)
+        chosen = fields.count("index_topk", MAX_POSITION) if "index_topk" in rules.keys else None
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -184,7 +189,7 @@ class ModelConfig:
             head_dim=head_dim,
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
+            max_position=min(positions - unused, chosen or positions),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
@@ -216,6 +221,7 @@ class ModelConfig:
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
             latent=latent,
+            chosen=chosen,
         )
 
 

@@ -184,11 +184,8 @@ GROUPS = (
     ),
     Group(
         _SPARSE,
-        gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
-        types=(
-            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-            "minimax_m3_vl_text",
-        ),
+        gguf=("dots3note", "hy_v4", "minimax-m3"),
+        types=("axk2", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text"),
     ),
     Group(
         _RESIDUALS,
