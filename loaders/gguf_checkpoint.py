@@ -38,6 +38,7 @@ from sdk.loaders.gguf_names import (
     expert_of,
     gguf_name,
     half_of_experts,
+    is_stacked,
     single_expert,
 )
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
@@ -178,7 +179,9 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            if expert >= (num_experts(self.config) or 0):
+            heads = ".self_attn." in name
+            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
@@ -215,8 +218,9 @@ class GgufCheckpoint:
         return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
-        return expert_of(name)[1] if "_exps." in stored.name else None
+        """The index of ``name`` in a tensor of all experts or heads; None if the tensor is not of
+        all."""
+        return expert_of(name)[1] if is_stacked(stored.name) else None
 
     def _find(self, name: str) -> GgufTensor:
         theirs, stored = self._stored(name)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.models.latent_config import LatentSpec
     from sdk.models.mixer import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 
@@ -142,6 +143,7 @@ class ConfigRules(NamedTuple):
     ``attention_scale``: that of scores, where the code fixes it.
     ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
+    ``latent``: the widths of latent attention, if it has that.
     """
 
     keys: tuple[str, ...] = ()
@@ -178,6 +180,7 @@ class ConfigRules(NamedTuple):
     attention_scale: float | None = None
     has_experts: Callable[[Fields], bool] | None = None
     layer_inputs: str | None = None
+    latent: Callable[[Fields], LatentSpec] | None = None
 
 
 class Norms(NamedTuple):

@@ -127,7 +127,7 @@ class CpuBackend:
         return self._implementations.get(op, ())
 
     def _others(self) -> dict[str, Sequence[Any]]:
-        """Operators of adapters, experts, ranks, KV tiers and states: most engines have none."""
+        """Operators of adapters, experts, latents, ranks, KV tiers and states: most engines have none."""
         from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
         from sdk.kernels.cpu.low_rank import LowRank
         from sdk.kernels.cpu.moe import (
@@ -139,6 +139,7 @@ class CpuBackend:
             Route,
         )
         from sdk.kernels.cpu.recode import RecodePage
+        from sdk.kernels.cpu.rope import LatentRopeAndCache
         from sdk.kernels.cpu.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
 
         runtime = self.runtime
@@ -149,6 +150,7 @@ class CpuBackend:
             "send": (Send(runtime),),
             "receive": (Receive(runtime),),
             "route": (Route(runtime),),
+            "latent_rope_and_cache": (LatentRopeAndCache(runtime),),
             "group": (Group(runtime),),
             "group_ranks": (Group(runtime),),
             "add_owners_bias": (AddOwnersBias(runtime),),

@@ -75,6 +75,7 @@ class OpKind(IntEnum):
     SPACE = 26
     RATES = 27
     GATED_NORM = 28
+    HEADS = 29
 
 
 class Count(IntEnum):
@@ -178,6 +179,14 @@ class ExpertsArgs(Structure):
         *((name, c_void_p) for name in ("experts", "starts", "active")),
         ("count", c_int64),
         ("k", c_int32),
+    ]
+
+
+class HeadsArgs(Structure):
+    _fields_ = [
+        ("each", LinearArgs),
+        ("heads", c_void_p),
+        *((name, c_int64) for name in ("count", "x_token", "x_head", "out_head")),
     ]
 
 
