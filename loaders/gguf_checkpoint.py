@@ -32,7 +32,15 @@ from sdk.loaders.gguf_config import (
     unread_keys,
 )
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import LAYER_OF, ONE_ROW, expert_of, gguf_name, single_expert
+from sdk.loaders.gguf_names import (
+    LAYER_OF,
+    ONE_ROW,
+    expert_of,
+    gguf_name,
+    half_of_experts,
+    is_stacked,
+    single_expert,
+)
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
 from sdk.loaders.qkv_rows import delta_rows
@@ -130,6 +138,10 @@ class GgufCheckpoint:
     def has(self, name: str) -> bool:
         return self._stored(name)[1] is not None
 
+    def alike(self, one: str, other: str) -> bool:
+        first, second = self._stored(one)[1], self._stored(other)[1]
+        return first is not None and second is not None and self._opened().alike(first, second)
+
     def entries(self) -> Sequence[TensorEntry]:
         entries, tensors = self._opened().entries(), self._opened().tensors
         two = 2 * _PIECE  # the one that is packed and the next one
@@ -167,14 +179,26 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            if expert >= (num_experts(self.config) or 0):
+            heads = ".self_attn." in name
+            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
+            if theirs not in tensors and (half := half_of_experts(theirs)) is not None:
+                return theirs, self._half(half)
         stored = tensors.get(theirs or "")
         if stored is not None and joined.endswith(ONE_ROW) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         return theirs, stored
+
+    def _half(self, half: tuple[str, int]) -> GgufTensor | None:
+        """Gate or up of a tensor with both of all experts, as if it had its rows alone."""
+        joined = self._opened().tensors.get(half[0])
+        if joined is None or len(joined.shape) != 3 or joined.shape[1] % 2:
+            return None
+        count, rows, columns = joined.shape
+        return replace(joined, shape=(count, rows // 2, columns))
 
     def _number(self, name: str) -> float | None:
         """A parameter that the metadata have, for each layer or one for all."""
@@ -194,8 +218,9 @@ class GgufCheckpoint:
         return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
-        return expert_of(name)[1] if "_exps." in stored.name else None
+        """The index of ``name`` in a tensor of all experts or heads; None if the tensor is not of
+        all."""
+        return expert_of(name)[1] if is_stacked(stored.name) else None
 
     def _find(self, name: str) -> GgufTensor:
         theirs, stored = self._stored(name)
@@ -238,6 +263,9 @@ class GgufCheckpoint:
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
+        if expert is not None and len(data) == 2 * stored.shape[1]:  # gate and up, joined
+            rows = stored.shape[1]
+            data = data[rows:] if name.endswith("up_proj") else data[:rows]
         if not self._interleaved(name):
             return data
         key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
@@ -260,6 +288,8 @@ class GgufCheckpoint:
         """
         stem = stored.name.removesuffix(".weight")
         tensors = self._opened().tensors
+        if stem.partition(".")[2].partition(".")[2] + ".scale" in self.rules.tensors.values():
+            return None  # the model has factors of its own there
         if f"{stem}.input_scale" in tensors:
             self._report(tensors[f"{stem}.input_scale"])
         scale = tensors.get(f"{stem}.scale")

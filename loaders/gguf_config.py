@@ -194,6 +194,8 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     count = keys.expert_count
     if not count and own.config.experts_optional:
         return {key_of("count", own.config.keys) or "num_local_experts": 0}
+    if not count and own.config.has_experts is not None:
+        return {}
     if not count:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
     known = own.config.keys
@@ -255,7 +257,7 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         raise keys.fail("attention.head_count", heads, f"a divisor of {hidden}")
     width = keys.integer("attention.key_length", LIMITS["head_dim"], hidden // heads)
     values = keys.integer("attention.value_length", LIMITS["head_dim"], width)
-    if values != width:
+    if values != width and own.config.latent is None:
         raise UnsupportedError(
             f"{keys.source}: attention.value_length is {values}, expected attention.key_length "
             f"{width}: different lengths are not supported"
@@ -264,13 +266,29 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         **each,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": _width(keys, layers, 4 * hidden if mixes else None),
+        **_widths(keys, own, layers, 4 * hidden if mixes else None),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.per_layer(
-            "attention.head_count_kv", "num_key_value_heads", layers, heads, some=mixes
-        ),
+        **_kv_heads(keys, own, layers, heads, some=mixes),
         "head_dim": width,
     }
+
+
+def _kv_heads(
+    keys: Keys, own: Architecture, layers: int, heads: int, *, some: bool
+) -> dict[str, Any]:
+    name, key = "num_key_value_heads", "attention.head_count_kv"
+    if own.config.caches is None:
+        return {name: keys.per_layer(key, name, layers, heads, some=some)}
+    each = keys.each_layer(key, name, layers)
+    return {name: max(each), f"{name}_per_layer": each}
+
+
+def _widths(keys: Keys, own: Architecture, layers: int, none: int | None) -> dict[str, Any]:
+    name = "intermediate_size"
+    if own.config.widths is None:
+        return {name: _width(keys, layers, none)}
+    each = keys.each_layer("feed_forward_length", name, layers)
+    return {name: max(each), f"{name}_per_layer": each}
 
 
 def _width(keys: Keys, layers: int, none: int | None) -> int:

@@ -10,8 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sdk.models.architecture import LayerRules, architecture
+from sdk.models.architecture import Architecture, LayerRules, architecture
+from sdk.models.config_fields import Fields, without_null
 from sdk.models.expert_config import LATENT, NAMES, shared_width
+from sdk.models.sliding import sliding_windows
+from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -39,7 +42,8 @@ _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "quer
 
 
 class _Sizes(NamedTuple):
-    """What the shapes of tensors are made of. ``queries`` and ``keys``: features of all heads."""
+    """What the shapes of tensors are made of. ``queries``, ``keys``, ``values`` and ``results`` of
+    attention: features of all heads."""
 
     hidden: int
     intermediate: int
@@ -48,6 +52,8 @@ class _Sizes(NamedTuple):
     head_dim: int
     queries: int
     keys: int
+    values: int
+    results: int
     experts: int | None
 
 
@@ -144,6 +150,8 @@ def expected_shape(
         return None
     if any(f".{mixer}." in name for mixer in _MIXERS):
         return None  # the mixer knows
+    if known.config.latent is not None and ".self_attn." in name:
+        return None  # latent attention knows
     hidden, heads = config.get("hidden_size"), _heads_of(config, name)
     widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
     inner = next((config[key] for key in widths if key and config.get(key)), None)
@@ -161,15 +169,17 @@ def expected_shape(
         return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)
-    width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
+    cache, own_width = _layer_sizes(config, known, name)
     sizes = _Sizes(
         hidden=hidden,
-        intermediate=inner,
+        intermediate=own_width or inner,
         vocab=vocab,
         heads=heads,
-        head_dim=width,
-        queries=heads * width,
-        keys=kv_heads * width,
+        head_dim=cache.key_dim,
+        queries=heads * cache.key_dim,
+        keys=cache.kv_heads * cache.key_dim,
+        values=cache.kv_heads * cache.value_dim,
+        results=heads * cache.value_dim,
         experts=num_experts(config),
     )
     path, _, stem = name.removesuffix(".bias").rpartition(".")
@@ -203,6 +213,31 @@ def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     return (math.prod(stored),)
 
 
+def _layer_sizes(
+    config: Mapping[str, Any], known: Architecture, name: str
+) -> tuple[AttentionCache, int | None]:
+    """The heads of keys and values of the layer that ``name`` is in, and the width of its MLP if
+    layers differ in that."""
+    width = head_dim(config)
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    usual = AttentionCache(kv_heads, width, width)
+    number, layers = name.partition("layers.")[2].partition(".")[0], config["num_hidden_layers"]
+    if not number.isdecimal() or int(number) >= layers:
+        return usual, None
+    layer, rules = int(number), known.config
+    if rules.caches is None and rules.widths is None:
+        return usual, None
+    fields = Fields({**rules.defaults, **without_null(config)})
+    windows = sliding_windows(fields, layers, rules.sliding)
+    caches = [usual] * layers if rules.caches is None else rules.caches(fields, windows)
+    own = caches[layer]
+    shared = ".experts." in name or ".shared_experts." in name
+    widths = None if rules.widths is None or shared else rules.widths(fields, layers)
+    cache = caches[own] if isinstance(own, int) else own
+    assert isinstance(cache, AttentionCache)
+    return cache, None if widths is None else widths[layer]
+
+
 def _heads_of(config: Mapping[str, Any], name: str) -> Any:
     """The query heads of the layer that ``name`` is in."""
     each, (_, _, own) = config.get("num_attention_heads_per_layer"), name.partition("layers.")
@@ -229,9 +264,9 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "lm_head": (sizes.vocab, hidden),
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "qkv_proj": (queries + 2 * keys, hidden),
-        "o_proj": (hidden, queries),
+        "v_proj": (sizes.values, hidden),
+        "qkv_proj": (queries + keys + sizes.values, hidden),
+        "o_proj": (hidden, sizes.results),
         "q_norm": q_norm,
         "k_norm": k_norm,
         "sinks": (sizes.heads,),

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.models.latent_config import LatentSpec
     from sdk.models.mixer import RecurrentSpec
+    from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -89,6 +91,11 @@ PLAIN = Blocks()
 RECURRENT = Blocks(attention=False, recurrent=True)
 
 
+#: What each layer keeps of the tokens before, where layers differ: the shape of its own keys and
+#: values, or the number of the earlier layer whose it reads. From the windows of the layers.
+LayerCaches = Sequence["AttentionCache | int"]
+
+
 def always(fields: Fields) -> bool:
     """A rule for models without the choice."""
     return True
@@ -131,6 +138,13 @@ class ConfigRules(NamedTuple):
     have an MLP (``full_attention``, ``sliding_attention``). A config without ``layer_types`` gets
     them from ``derived``. ``recurrent``: reads the sizes of its recurrent mixer, if it has one.
     ``experts_optional``: with 0 experts a model has none, and an MLP in every layer.
+    ``caches(fields, windows)``: see :data:`LayerCaches`; ``None``: all layers have the heads of the
+    config. ``keys_as_values(fields, windows)``: the layers whose values are their keys before norm
+    and rotation. ``widths``: of the MLP of each layer; ``None``: they are equal.
+    ``attention_scale``: that of scores, where the code fixes it.
+    ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
+    ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
+    ``latent``: the widths of latent attention, if it has that.
     """
 
     keys: tuple[str, ...] = ()
@@ -161,6 +175,13 @@ class ConfigRules(NamedTuple):
     experts_optional: bool = False
     kinds: Mapping[str, Blocks] = NOTHING
     recurrent: Callable[[Fields], RecurrentSpec | None] | None = None
+    caches: Callable[[Fields, Sequence[int | None]], LayerCaches] | None = None
+    keys_as_values: Callable[[Fields, Sequence[int | None]], Sequence[bool]] | None = None
+    widths: Callable[[Fields, int], Sequence[int]] | None = None
+    attention_scale: float | None = None
+    has_experts: Callable[[Fields], bool] | None = None
+    layer_inputs: str | None = None
+    latent: Callable[[Fields], LatentSpec] | None = None
 
 
 class Norms(NamedTuple):
@@ -215,6 +236,20 @@ class OutputGate(NamedTuple):
     with_queries: bool = False
 
 
+class ExpertsBeside(NamedTuple):
+    """Experts beside the MLP of a layer, both of the same sum: the norms by their names.
+
+    ``before``, ``after``: of the experts; ``after_mlp``: of the MLP, whose own norm before is that
+    of other layers. Both are added, then comes the layer's norm after the MLP. The router reads an
+    RMSNorm of the sum with the weight ``scale`` times ``hidden_size ** -0.5``, and every expert has
+    a factor, ``per_expert_scale``; both are beside the router's matrix.
+    """
+
+    before: str
+    after: str
+    after_mlp: str
+
+
 class LayerRules(NamedTuple):
     """What a decoder layer computes, as far as all layers of a model do the same.
 
@@ -242,6 +277,8 @@ class LayerRules(NamedTuple):
     ``experts_bias``: the sum of a token's experts has a bias.
     ``dense``: the name of the MLP of a layer without experts.
     ``recurrent_norms``: the norms of layers with a recurrent mixer, if others than ``norms``.
+    ``experts_beside``: see :class:`ExpertsBeside`.
+    ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     """
 
     norms: Norms = Norms()
@@ -263,6 +300,8 @@ class LayerRules(NamedTuple):
     experts_bias: bool = False
     dense: str = "mlp"
     recurrent_norms: Norms | None = None
+    experts_beside: ExpertsBeside | None = None
+    scaled: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -421,6 +460,18 @@ class GgufRules(NamedTuple):
     only: Mapping[str, Any] = NOTHING
 
 
+class NextTokenRules(NamedTuple):
+    """The block of multi-token prediction that checkpoints of a model may have after their layers.
+
+    It reads the embedding of the next token and the hidden state after the final norm, and predicts
+    that state of the next token. What it is inside is the same for all models: see
+    :class:`sdk.models.drafting_heads.NextTokenHead`. ``like``: the layer of the model that its own
+    layer is like; ``None``: the first one that attends to all tokens.
+    """
+
+    like: int | None = None
+
+
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
@@ -431,6 +482,7 @@ class Architecture(NamedTuple):
     ``claims``: whether a config that names another model is one of this: code beside the weights,
     which is not run, makes it another model.
     ``folders``: whether folders of it are read, and not GGUF files alone.
+    ``next_token``: of a block that may draft; ``None``: such blocks of the model are not run.
     """
 
     model_type: str
@@ -445,6 +497,7 @@ class Architecture(NamedTuple):
     head: HeadRules | None = None
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     folders: bool = True
+    next_token: NextTokenRules | None = None
 
 
 @cache

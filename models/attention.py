@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
-    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`."""
+    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`; ``inputs``: the
+    embeddings of each layer, float32 ``[T, layers * features]``."""
 
     batch: AttentionBatch
     angles: Sequence[tuple[Tensor, Tensor]]
     biases: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 class Attention:
     """Grouped-query attention of one layer.
 
-    Without ``reduce`` a rank's result is its part of the sum over ranks.
+    Without ``reduce`` a rank's result is its part of the sum over ranks. A layer that reads the
+    keys and values of an earlier one has queries alone.
     ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
@@ -52,28 +55,30 @@ class Attention:
         reduce: bool = True,
     ) -> None:
         c, heads, rules = source.config, source.heads_of(index), rules or LayerRules()
-        count = c.heads_of(index)
+        count, cache = c.heads_of(index), c.attention_of(index)
         self.ops = source.ops
-        self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
+        self.shares_keys = c.shares_keys(index)
+        self.keys_as_values = bool(c.keys_as_values) and c.keys_as_values[index]
+        self.heads, self.head_dim = heads.count, cache.key_dim
+        self.kv_heads = 0 if self.shares_keys else heads.kv_count
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
         groups = window_groups(c.caches)
         self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
-        d = c.head_dim
+        d = cache.key_dim
         self.query_scale, self.factor = c.query_scale, c.attention_factor
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
         self.gate = gate
-        keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        keys = (cache.kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         of_queries = 2 * d if gate is not None and gate.with_queries else d
-        parts = [
-            ("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries),
-            ("k_proj", *keys),
-            ("v_proj", *keys),
-        ]
-        if gate is not None and not gate.with_queries:  # a part of the same product
+        parts = [("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries)]
+        if not self.shares_keys:
+            parts.append(("k_proj", *keys))
+            parts += [] if self.keys_as_values else [("v_proj", *keys)]
+        if gate is not None and not gate.with_queries:  # of the same input: of the same product
             width = 1 if gate.per_head else d
             sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
@@ -101,7 +106,7 @@ class Attention:
         elif kind == "each_head":
             self.norms = _norms_of_each_head(source, path, rules, head)
         elif kind is not None:
-            self.norms = _head_norms(source, path, rules, head)
+            self.norms = _head_norms(source, path, rules, head, d, keys=not self.shares_keys)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", count)
@@ -211,17 +216,27 @@ class WidthNorms:
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
-    """The norms of each head. ``order``: of the features of queries and keys.
+def _head_norms(
+    source: Source,
+    path: str,
+    rules: LayerRules,
+    order: Tensor | None,
+    width: int,
+    *,
+    keys: bool,
+) -> HeadNorms:
+    """The norms of each head of ``width`` features. ``order``: of those of queries and keys.
+    ``keys``: the layer has keys of its own.
 
     What has no weight gets one of ones, with which the rotation's kernel takes it. A GGUF file may
     have weights where the model has none: its converter writes factors there.
     """
-    width, eps = source.config.head_dim, source.config.norm_eps
+    eps = source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
     if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
-        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+        q = source.norm(f"{path}.q_norm", width)
+        k = source.norm(f"{path}.k_norm", width) if keys else q
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)

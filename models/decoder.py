@@ -14,22 +14,24 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
+from sdk.kernels.norm import Norm
+from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.latent_attention import LatentAttention
+from sdk.models.layer_inputs import LayerInput, LayerInputs
 from sdk.models.moe import ExpertMLP
-from sdk.quant.errors import CheckpointError
+from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
-    from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.models.layers import Embedding, Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
 
@@ -57,7 +59,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """All projections with their paths."""
 
 
@@ -111,6 +113,35 @@ class MLP:
         return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
 
 
+class MLPBesideExperts:
+    """See :class:`sdk.models.architecture.ExpertsBeside`."""
+
+    def __init__(
+        self, source: Source, path: str, index: int, rules: LayerRules, norms: ExpertsBeside
+    ) -> None:
+        c = source.config
+        self.ops = source.ops
+        self.mlp = MLP(source, f"{path}.mlp", c.width_of(index), gated=rules.gated)
+        self.experts = ExpertMLP(source, f"{path}.mlp", rules)
+        self.before = source.norm(f"{path}.{norms.before}")
+        self.after = source.norm(f"{path}.{norms.after}")
+        self.after_mlp = source.norm(f"{path}.{norms.after_mlp}")
+        scale = source.vector(f"{path}.mlp.{rules.router}.scale", c.hidden_size)
+        self.routed = Norm(scale * c.hidden_size**-0.5, c.norm_eps)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`Projection`."""
+        return self.mlp.rounding
+
+    def __call__(self, x: Rows, total: Tensor) -> Tensor:
+        """x: the norm of ``total``, the sum of everything before."""
+        y = self.ops.norm(self.mlp(x), self.after_mlp)
+        routed = self.ops.norm(total, self.routed)
+        own = self.experts(self.ops.norm(total, self.before), routed)
+        return self.ops.add(y, self.ops.norm(own, self.after))
+
+
 def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
     """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
     names = ("alpha_p", "alpha_n", "beta", "eps")
@@ -162,17 +193,28 @@ class Layer:
         self.group = source.mesh.group if self.parallel and alone else None
         each = self.group is None
         self.mixers: list[Mixer] = []
-        if blocks.attention:
+        if blocks.attention and c.latent is not None:
+            self.mixers.append(LatentAttention(source, f"{path}.self_attn", index, reduce=each))
+        elif blocks.attention:
             self.mixers.append(Attention(source, f"{path}.self_attn", index, rules, reduce=each))
         if blocks.recurrent:
             assert c.recurrent is not None
             where = f"{path}.{c.recurrent.name}"
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
-        self.mlp: MLP | ExpertMLP | None = None
-        if blocks.mlp and has_experts:
+        self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
+        if blocks.mlp and has_experts and rules.experts_beside is not None:
+            self.mlp = MLPBesideExperts(source, path, index, rules, rules.experts_beside)
+        elif blocks.mlp and has_experts:
             self.mlp = _experts(source, f"{path}.mlp", rules)
         elif blocks.mlp:
-            self.mlp = MLP(source, f"{path}.{rules.dense}", gated=rules.gated, reduce=each)
+            width = c.width_of(index)
+            where = f"{path}.{rules.dense}"
+            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each)
+        #: The embedding of each token for this layer, and the number that multiplies its result.
+        self.input = LayerInput(source, path, index) if c.layer_inputs else None
+        self.factor = 1.0
+        if rules.scaled:
+            self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
@@ -188,7 +230,17 @@ class Layer:
             delta = self._output(self._mix(x, step, caches), self.after_attention)
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
-            delta = self._output(self.mlp(x), self.after_mlp)
+            if isinstance(self.mlp, MLPBesideExperts):
+                x = self.mlp(x, residual)
+            else:
+                x = self.mlp(x)
+            delta = self._output(x, self.after_mlp)
+        if self.input is not None:
+            residual = delta if residual is None else self.ops.add(residual, delta)
+            delta = self.input(residual, step)
+        if self.factor != 1.0:
+            assert residual is not None
+            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
         return delta, residual
 
     @property
@@ -287,6 +339,17 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     return positions, norm
 
 
+def _check_shared_keys(config: ModelConfig, layers: range) -> None:
+    """:raises AlignmentError: a stage would read keys that another one has."""
+    for layer in layers:
+        if config.shares_keys(layer) and config.layer_caches[layer] not in layers:
+            raise AlignmentError(
+                f"pipeline_parallel_size: layer {layer} of {config.model_type} reads the keys of "
+                f"layer {config.layer_caches[layer]}: expected both in one stage, found layers "
+                f"{layers.start} to {layers.stop - 1}"
+            )
+
+
 class Decoder:
     """Embedding, layers, final norm and head: a :class:`CausalLM`.
 
@@ -309,6 +372,8 @@ class Decoder:
             self.positions, self.embedding_norm = positions_and_norm(source)
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
+        #: What makes the embeddings of each layer.
+        self.inputs = LayerInputs(source) if c.layer_inputs else None
         self.projection: Projection | None = None
         if mesh.is_first and c.embedding_size is not None:
             self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
@@ -321,6 +386,7 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
+        _check_shared_keys(c, self.numbers)
         first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
         #: For each layer of this stage the places of its caches among those of the stage.
         self._caches = {i: tuple(one - first for one in c.caches_of(i)) for i in self.numbers}
@@ -340,10 +406,12 @@ class Decoder:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
-        return self.config.attention_softcap is None and not self._rules.sinks
+        """Whether all keys may lack the same vector, which adds a constant to all scores of a
+        query: no soft caps, no sinks, and no latents, which are values too."""
+        plain = self.config.attention_softcap is None and not self._rules.sinks
+        return plain and self.config.latent is None
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 
@@ -358,7 +426,8 @@ class Decoder:
         delta = self._enter(inputs, batch)
         residual: Tensor | None = None
         angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
-        step = Step(batch, angles, self.biases)
+        own = None if self.inputs is None else self.inputs(inputs, delta)
+        step = Step(batch, angles, self.biases, own)
         self.streams = []
         for i, layer in zip(self.numbers, self.layers, strict=True):
             places = self._caches[i] if self.config.causal else (0,)

@@ -21,7 +21,7 @@ from sdk.models.config_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        "per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"),
+        "per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
         "normalized": ("norm_topk_prob",),
         "scale": (
             *("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
@@ -52,6 +52,7 @@ class ExpertSpec:
     ``shared_width``: the features of the shared experts together, an MLP that every token uses,
     too; 0: there are none. ``scale``: multiplies the sum of all experts. ``inputs``: the features
     that experts read and return, between two projections of their own; ``None``: the model's.
+    ``beside``: layers with experts have the MLP of the others, too.
     """
 
     count: int
@@ -62,6 +63,7 @@ class ExpertSpec:
     shared_width: int = 0
     scale: float = 1.0
     inputs: int | None = None
+    beside: bool = False
 
 
 def key_of(fact: str, keys: Collection[str]) -> str | None:
@@ -88,7 +90,7 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
     :raises CheckpointError: names the key, what was expected and what was found.
     """
     key = own.config.expert_width
-    if key is None:
+    if key is None or (own.config.has_experts and not own.config.has_experts(fields)):
         return None
     name = _present(fields, "count")
     if own.config.experts_optional and not fields.values.get(name):
@@ -106,6 +108,7 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
         shared_width=shared,
         scale=_scale(fields) if shared else 1.0,
         inputs=fields.count(LATENT, MAX_WIDTH) if fields.has(LATENT) else None,
+        beside=own.layer.experts_beside is not None,
     )
 
 

@@ -19,6 +19,7 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.rope import Rope, RopeSpec
@@ -153,6 +154,10 @@ class ExpertProjection:
             self.bias[index] = bias
 
 
+#: All kinds of projections.
+Linear = Projection | ExpertProjection | HeadProjection
+
+
 class Embedding:
     """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
 
@@ -234,7 +239,7 @@ class Source:
         self.max_model_len = max_model_len
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
-        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
+        self.linears: list[tuple[str, Linear]] = []
         own = architecture(config.model_type)
         self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
@@ -246,7 +251,8 @@ class Source:
             return self._body + path.removeprefix("model.")
         return self._outer + path
 
-    def _pull(self, path: str, shape: tuple[int, int]) -> Weight:
+    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
+        """A matrix as the checkpoint has it."""
         weight = self.checkpoint.weight(self._name(path))
         if weight.shape != shape:
             raise CheckpointError(
@@ -266,7 +272,8 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
+        kv_heads = self.config.attention_of(layer).kv_heads
+        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
@@ -325,14 +332,14 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        matrix = self._matrix(path, pull, activation_bits)
+        matrix = self.matrix_of(path, pull, activation_bits)
         if matrix.order is not None:  # that of the products, after what adapters add to them
             parts = [part._replace(order=None) for part in parts]
         linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
-    def _matrix(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
+    def matrix_of(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
@@ -350,8 +357,10 @@ class Source:
         bias: bool = False,
         accurate: bool = False,
         order: Tensor | None = None,
+        inputs: int | None = None,
     ) -> Projection:
-        """Projections of one input as one column-parallel projection.
+        """Projections of one input, of ``inputs`` features (default: hidden), as one
+        column-parallel projection.
 
         ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
         ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
@@ -359,7 +368,7 @@ class Source:
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
         """
-        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+        whole, hidden = f"{path}.{fused}", inputs or self.config.hidden_size
 
         def pull() -> Matrix:
             found = self._columns(path, fused, parts, hidden, bias)
@@ -409,7 +418,7 @@ class Source:
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
-            weight = self._pull(whole, (total, inputs))
+            weight = self.pull(whole, (total, inputs))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
                 return Matrix(weight, joined)
@@ -421,7 +430,7 @@ class Source:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"
                 weights.append(
-                    self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
+                    self._cut(part, self.pull(part, (size, inputs)), "out", start, count)
                 )
                 gate = fused == "qkv_proj" and name not in _QKV  # gates of attention have none
                 own = self._bias(part, size, bias and not gate)
@@ -451,7 +460,7 @@ class Source:
         hidden = self.config.hidden_size
 
         def pull() -> Matrix:
-            weight = self._pull(path, (hidden, in_features))
+            weight = self.pull(path, (hidden, in_features))
             weight = self._cut(path, weight, "in", start, count)
             found = self._bias(path, hidden, bias)
             return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
@@ -465,7 +474,7 @@ class Source:
         """A projection that every rank has as a whole, with a bias if the file has one."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, shape)
+            weight = self.pull(path, shape)
             return Matrix(weight, self._bias(path, out_features, False))
 
         shape = (out_features, in_features)
@@ -494,7 +503,7 @@ class Source:
         assert spec is not None
         hidden = spec.inputs or self.config.hidden_size
         parts = [f"{path}.{expert}.{name}" for name in names]
-        whole = [self._pull(part, (spec.width, hidden)) for part in parts]
+        whole = [self.pull(part, (spec.width, hidden)) for part in parts]
         cut = [
             self._cut(part, weight, "out", start, count)
             for part, weight in zip(parts, whole, strict=True)
@@ -526,7 +535,7 @@ class Source:
         assert spec is not None
         hidden = spec.inputs or self.config.hidden_size
         part = f"{path}.{expert}.{name}"
-        weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
+        weight = self._cut(part, self.pull(part, (hidden, spec.width)), "in", start, count)
         weight.bind(self.ops)
         bias = self._bias(part, hidden, False)
         return weight, bias if self.mesh.rank == 0 or count == spec.width else None
@@ -546,7 +555,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined, _ = self._matrix(path, pull)
+        weight, joined, _ = self.matrix_of(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -567,23 +576,24 @@ class Source:
             bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
         return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
-    def embedding(self) -> Embedding:
+    def embedding(self, path: str = "model.embed_tokens") -> Embedding:
         """The first matrix of the model."""
-        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        weight, (start, _) = self._by_token(path), self._tokens
         found = Embedding(weight, start, self.config, self.mesh, self.ops)
         if self._rules.embedding.unweighted_norm:
             found.norm = Norm(None, self.config.norm_eps)
         return found
 
-    def table(self, path: str, rows: int, first: int = 0) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, features of embeddings]``;
-        all ranks have all of them."""
+    def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]`` (default: features
+        of embeddings); all ranks have all of them."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, self.config.embedding_width))
+            shape = (first + rows, width or self.config.embedding_width)
+            weight = self.pull(path, shape)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -595,7 +605,7 @@ class Source:
 
         def pull() -> Matrix:
             width = self.config.hidden_size if path == "lm_head" else self.config.embedding_width
-            weight = self._pull(path, (self.config.vocab_size, width))
+            weight = self.pull(path, (self.config.vocab_size, width))
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight

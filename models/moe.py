@@ -78,6 +78,10 @@ class ExpertMLP:
         router = f"{path}.{rules.router}"
         self.router = source.matrix(router, self.spec.count, c.hidden_size)
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
+        #: The factor of each expert, where it has one.
+        self.factors: Tensor | None = None
+        if self.spec.beside:
+            self.factors = source.vector(f"{router}.per_expert_scale", self.spec.count)
         self.shared, self.shared_gate = shared, None
         if shared is not None and rules.shared_gate:
             self.shared_gate = source.matrix(f"{path}.shared_expert_gate", 1, c.hidden_size)
@@ -102,13 +106,13 @@ class ExpertMLP:
     #: The router needs floats.
     rounding = None
 
-    def __call__(self, x: Rows) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, float32."""
+    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x."""
         assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        logits = self.router(x)
+        logits = self.router(x if routed is None else routed)
         if self.latent is not None:
             x = self.latent[0](x)
         if share is not None and (tokens := share.routing.tokens) is not None:
@@ -119,6 +123,7 @@ class ExpertMLP:
             spec.route,
             bias=self.bias,
             experts=None if share is None else share.routing,
+            factors=self.factors,
         )
         if len(self.names) == 2:
             hidden = self.up.gated(x, routes, self.activation)

@@ -55,7 +55,7 @@ _CONVOLUTIONS = _decoder(
 )
 _LATENT = _decoder(
     "with latent attention (MLA)",
-    "the cache here holds keys and values, and its files hold projections of a latent vector",
+    "what surrounds its attention differs from DeepSeek's",
 )
 _SPARSE = _decoder(
     "with sparse attention",
@@ -176,16 +176,13 @@ GROUPS = (
     ),
     Group(
         _LATENT,
-        gguf=("deepseek2", "minicpm3", "mistral4", "plm"),
-        types=("mistral4", "longcat_flash", "kimi_k2", "PLM"),
+        gguf=("plm",),
+        types=("longcat_flash", "PLM"),
     ),
     Group(
         _SPARSE,
-        gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
-        types=(
-            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-            "minimax_m3_vl_text",
-        ),
+        gguf=("dots3note", "hy_v4", "minimax-m3"),
+        types=("axk2", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text"),
     ),
     Group(
         _RESIDUALS,
@@ -194,9 +191,9 @@ GROUPS = (
     ),
     Group(
         _SIZES,
-        gguf=("deci", "gemma4", "mimo2", "openelm", "step35"),
+        gguf=("deci", "mimo2", "openelm", "step35"),
         types=(
-            *("deci", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "mimo_v2"),
+            *("deci", "mimo_v2_flash", "mimo_v2"),
             *("nemotron-nas", "openelm", "step3p5"),
         ),
     ),
@@ -238,8 +235,6 @@ GROUPS = (
 FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
-        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "minicpm3": ("minicpm3",),
     }
 )
 

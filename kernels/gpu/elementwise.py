@@ -118,7 +118,7 @@ def gate_kernel(
         factor = tl.maximum(factor, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
     elif KIND == 2:
         factor = factor * tl.sigmoid(factor)
-    else:
+    elif KIND == 0:
         factor = tl.sigmoid(factor)
     place = x + row * WIDTH * GATES + column
     values = tl.load(place, mask=mask, other=0.0).to(tl.float32) * factor

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +31,29 @@ _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+#: The same at the beginning, or what is beside the layers.
+_AFTER = re.compile(r"^(?:(?:model\.)?mtp\.|(?:(?:\w+\.){0,2}layers|blk)\.(\d+)\.)")
 
 
 def weight_bytes(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig | None = None,
+    only: Callable[[str], bool] | None = None,
 ) -> WeightBytes:
     """The bytes of the weights of ``checkpoint`` in an engine with ``config``.
 
-    ``model``: its sizes, unless its config says them.
+    ``model``: its sizes, unless its config says them. ``only``: whether a tensor is loaded
+    (default: all but those of layers after the model's last one).
     """
     model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
-    once = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    loaded = only or partial(_is_of_layers, model.num_layers)
+    once = [
+        replace(each, held=held_bytes(each, device))
+        for each in checkpoint.entries()
+        if loaded(each.name)
+    ]
     entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
@@ -63,6 +75,12 @@ def weight_bytes(
         layers=layers,
         moving=_moving_bytes(config, entries, model),
     )
+
+
+def _is_of_layers(layers: int, name: str) -> bool:
+    """Whether a tensor is not of multi-token prediction, which comes after the ``layers``."""
+    found = _AFTER.search(name)
+    return found is None or (found[1] is not None and int(found[1]) < layers)
 
 
 def costs(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,11 +10,9 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 
 
-@pytest.fixture(scope="module", params=["reference"])
-def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    opened = Ops("cpu", num_threads=2, backends=["reference"])
-    yield opened
-    opened.close()
+@pytest.fixture
+def ops(each_ops: Ops) -> Ops:
+    return each_ops
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:

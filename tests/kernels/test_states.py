@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +11,10 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.ops import Ops
 from tests.recurrent import OPERATORS, SLOTS, Operator, Row, batch_of, conv, delta, space
 
-BACKENDS = ["reference"]
 
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    opened = Ops("cpu", num_threads=2, backends=["reference"])
-    yield opened
-    opened.close()
+@pytest.fixture
+def ops(each_ops: Ops) -> Ops:
+    return each_ops
 
 
 def part(inputs: dict[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from sdk.loaders.hf_folder import HfFolder
 from sdk.loaders.qkv_rows import delta_rows
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
-from sdk.models.config_keys import FIXED
+from sdk.models.config_keys import FIXED, read_keys
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache, StateCache
@@ -97,6 +97,9 @@ class DictCheckpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors or f"{name}.weight" in self.tensors
 
+    def alike(self, one: str, other: str) -> bool:
+        return False
+
     def entries(self) -> Sequence[TensorEntry]:
         return [TensorEntry(n, tuple(t.shape), "f32", t.nbytes) for n, t in self.tensors.items()]
 
@@ -140,6 +143,9 @@ def seeded(config: Any, kind: Any, seed: int = 0) -> Any:
                 parameter.copy_(spread if name.endswith("bias") else parameter + spread)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(1, generator=generator))
     return model
 
 
@@ -170,14 +176,18 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
         model.save_pretrained(folder)
         path = Path(folder, "config.json")
         config = json.loads(path.read_text())  # a folder is refused for what models are, too
-        path.write_text(json.dumps({k: v for k, v in config.items() if k not in FIXED}))
+        own = architecture(config["model_type"])
+        read = frozenset() if own is None else read_keys(own)
+        kept = {k: v for k, v in config.items() if k not in FIXED or k in read}
+        path.write_text(json.dumps(kept))
         checkpoint = HfFolder(Path(folder))
         found = {}
         for entry in checkpoint.entries():
             path, experts, part = entry.name.rpartition(".experts.")
             if experts and len(entry.shape) == 3:
-                for index in range(entry.shape[0]):
-                    name = f"{path}.experts.{index}.{part}"
+                parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+                for index, own in product(range(entry.shape[0]), parts):
+                    name = f"{path}.experts.{index}.{own}"
                     found[f"{name}.weight"] = checkpoint.weight(name).dequantize()
             elif len(entry.shape) == 2:
                 weight = checkpoint.weight(entry.name.removesuffix(".weight"))

@@ -67,6 +67,17 @@ NEMOTRON = {
     "use_bias": True,
     "mlp_bias": True,
 }
+#: Two kinds of layers, twice.
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+    "final_logit_softcapping": 5.0,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased-tied": {
@@ -80,6 +91,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 24},
     "gemma2": {"sliding_window": 10, "query_pre_attn_scalar": 20, "final_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    "gemma4_text": GEMMA4,
+    "gemma4_text-e": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "num_key_value_heads": 1,
+    },
+    "gemma4_text-experts": {
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
+    "gemma4_unified_text": {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
     "phi3": {"sliding_window": None},
     "phi3-sliding": {"sliding_window": 11},
     "olmo2": {},

@@ -1,0 +1,230 @@
+"""Ranks with window groups: the same logits as with all tokens in pages, from frames that only
+pages in the window have. Plans are made by hand; everything outside of the windows is NaN."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sdk.api.params import SamplingParams
+from sdk.engine.plan import (
+    Duplicate,
+    Frames,
+    RequestStart,
+    SequenceSpec,
+    StepPlan,
+    StepRow,
+)
+from sdk.engine.rank.runner import ModelRunner
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.kernels.lazy_torch import torch
+from sdk.models.parallel import Mesh
+from sdk.quant.caches import pages_in_window
+
+PAGE, LONGEST, WINDOW = 16, 512, 20
+PROMPTS = [[3 + 7 * i % 200 for i in range(count)] for count in (201, 150, 33)]
+#: Of some rows: the drafts of one decode step, the first of which is right or not.
+DECODED = 90
+
+
+@dataclass
+class Scheduled:
+    """A request of a :class:`Rig`, as a scheduler knows it."""
+
+    name: str
+    tokens: list[int]
+    num_prompt: int
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    #: The frames of its pages that have any, by index.
+    frames: dict[int, int] = field(default_factory=dict)
+
+
+class Rig:
+    """Gives requests pages, and frames only to those that the next tokens see or write."""
+
+    def __init__(self, path: Path, *, windows: bool, **options) -> None:
+        self.window = None
+        if windows:
+            options["num_frames"] = (1 + 3 * 8,)
+        given = {
+            "num_pages": 150,
+            "page_size": PAGE,
+            "kv_dtype": "float32",
+            "max_model_len": LONGEST,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 128,
+            "max_draft_tokens": 6,
+            "num_threads": 1,
+            "compute": "exact",
+            "hf_overrides": {"sliding_window": WINDOW},
+        }
+        config = RunnerConfig(str(path), **{**given, **options})
+        self.runner = ModelRunner(config, Mesh())
+        self.free = list(range(config.num_pages - 1, 0, -1))
+        if windows:
+            [self.window] = self.runner.kv.spec.windows
+            self.free_frames = list(range(config.num_frames[0] - 1, 0, -1))
+            self._poison(self.free_frames)
+        self.requests: dict[str, Scheduled] = {}
+        self.step = 0
+        self.logits: list[torch.Tensor] = []
+
+    def _poison(self, frames: Sequence[int]) -> None:
+        """No token may see what was there."""
+        memory = self.runner.kv._memories[1].places
+        memory.view(torch.float32)[list(frames)] = torch.nan
+
+    def _make_room(self, request: Scheduled, tokens: int) -> tuple[list[int], list[Frames]]:
+        """Pages and frames for the next tokens of a request."""
+        end = -(-(request.computed + tokens) // PAGE)
+        new = [self.free.pop() for _ in range(len(request.pages), end)]
+        request.pages += new
+        if self.window is None:
+            return new, []
+        first = max(request.computed - self.window + 1, 0) // PAGE
+        gone = [request.frames.pop(page) for page in list(request.frames) if page < first]
+        self._poison(gone)
+        self.free_frames += gone
+        missing = [page for page in range(first, end) if page not in request.frames]
+        frames = [self.free_frames.pop() for _ in missing]
+        request.frames |= dict(zip(missing, frames, strict=True))
+        assert len(request.frames) <= pages_in_window(self.window, tokens, PAGE)
+        return new, [Frames(0, missing[0], tuple(frames))] if missing else []
+
+    def run(
+        self,
+        counts: dict[str, int],
+        drafts: dict[str, tuple[int, ...]] | None = None,
+        copies: tuple[Duplicate, ...] = (),
+    ) -> dict[str, Sequence[int]]:
+        """One step with so many known tokens of each request, and drafts behind them."""
+        started, new_pages, new_frames, rows = [], [], [], []
+        for name, count in counts.items():
+            request, more = self.requests[name], (drafts or {}).get(name, ())
+            is_new = not request.pages or name not in self.runner._requests
+            pages, frames = self._make_room(request, count + len(more))
+            if is_new:
+                own = [Frames(0, page, (frame,)) for page, frame in sorted(request.frames.items())]
+                started.append(
+                    RequestStart(
+                        SequenceSpec(name, SamplingParams(temperature=0, max_tokens=400)),
+                        tuple(request.tokens),
+                        request.num_prompt,
+                        request.computed,
+                        tuple(request.pages),
+                        LONGEST,
+                        frames=tuple(own),
+                    )
+                )
+            else:
+                new_pages += [(name, tuple(pages))] if pages else []
+                new_frames += [(name, one) for one in frames]
+            ends = request.computed + count == len(request.tokens)
+            rows.append(StepRow(name, count + len(more), (1 + len(more)) * ends, more))
+        last = self.runner._last_step
+        same = last is not None and list(last.plan.rows) == rows
+        kept = last.plan.rows if same else tuple(rows)
+        plan = StepPlan(
+            self.step, kept, tuple(started), tuple(new_pages), (), copies, (), tuple(new_frames)
+        )
+        launched = self.runner.launch(plan)
+        result = launched.result()
+        assert not result.errors
+        self.step += 1
+        found = {}
+        for (name, count), tokens in zip(counts.items(), result.tokens, strict=True):
+            request = self.requests[name]
+            request.tokens += tokens
+            request.computed += count + max(len(tokens) - 1, 0)
+            found[name] = tokens
+        return found
+
+    def add(self, name: str, tokens: Sequence[int]) -> None:
+        self.requests[name] = Scheduled(name, list(tokens), len(tokens))
+
+    def fork(self, source: str, name: str, tokens: Sequence[int]) -> tuple[Duplicate, ...]:
+        """A request that goes on with ``tokens`` where another one is: it has the same full pages
+        and frames, and copies of what is in the last page."""
+        first = self.requests[source]
+        full = first.computed // PAGE
+        known = first.tokens[: first.computed]
+        made = Scheduled(name, known + list(tokens), len(known) + len(tokens))
+        self.requests[name] = made
+        made.pages, made.computed = [*first.pages[:full], self.free.pop()], len(known)
+        copies = [Duplicate(first.pages[full], made.pages[full])]
+        if self.window is not None:
+            made.frames = {page: first.frames[page] for page in first.frames if page < full}
+            made.frames[full] = self.free_frames.pop()
+            copies.append(Duplicate(first.frames[full], made.frames[full], group=0))
+        return tuple(copies)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+@contextlib.contextmanager
+def rig(path: Path, **options):
+    made = Rig(path, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def answers(made: Rig) -> tuple[list[list[int]], torch.Tensor]:
+    """Prompts in chunks, then plain decode steps, with drafts in some, far beyond the window."""
+    for name, prompt in zip("abc", PROMPTS, strict=True):
+        made.add(name, prompt)
+    steps = [{"a": 48}, {"a": 48, "b": 33}, {"a": 48, "b": 48, "c": 20}, {"a": 48, "b": 48}]
+    for counts in [*steps, {"a": 9, "b": 21, "c": 13}]:
+        made.run(counts)
+    for index in range(DECODED):
+        drafts = {}
+        if index % 20 == 7:  # what the model said before, and something else
+            drafts = {"a": tuple(made.requests["a"].tokens[-3:]), "c": (5, 6)}
+        made.run(dict.fromkeys("abc", 1), drafts)
+    scored = [*made.runner.prompt_logits(made.requests["a"].tokens[:300])]
+    logits = torch.cat([part.clone() for part in scored])
+    return [made.requests[name].tokens for name in "abc"], logits
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_frames_give_the_same_answers_and_logits(golden: Path, eager: bool, kv_dtype: str) -> None:
+    path, options = golden / "arch-gemma3" / "hf", {"enforce_eager": eager, "kv_dtype": kv_dtype}
+    with rig(path, windows=False, **options) as made:
+        tokens, logits = answers(made)
+    with rig(path, windows=True, **options) as made:
+        assert made.window == WINDOW
+        assert isinstance(made.runner.strategy.eager_reason, str) == eager
+        found, found_logits = answers(made)
+        assert len(found[0]) > 10 * WINDOW
+    assert found == tokens
+    assert torch.equal(found_logits, logits)
+
+
+def test_a_request_continues_from_shared_frames_and_a_copied_one(golden: Path) -> None:
+    found = []
+    for windows in (False, True):
+        with rig(golden / "arch-gemma3" / "hf", windows=windows) as made:
+            made.add("a", PROMPTS[0])
+            for count in (48, 48, 48, 48, 9, 1, 1, 1):
+                made.run({"a": count})
+            copies = made.fork("a", "b", range(9, 40))
+            assert len(copies) == 1 + windows
+            first = made.run({"b": 31}, copies=copies)
+            tokens = [made.run({"b": 1})["b"] for _ in range(40)]
+            found.append((first, tokens))
+    assert found[0] == found[1]
+    with rig(golden / "arch-gemma3" / "hf", windows=True) as alone:  # nothing is shared there
+        own = [*made.requests["b"].tokens[: made.requests["b"].num_prompt]]
+        alone.add("b", own)
+        for begin in range(0, len(own), 48):
+            last = alone.run({"b": min(48, len(own) - begin)})
+        assert last == found[1][0]
+        assert [alone.run({"b": 1})["b"] for _ in range(40)] == found[1][1]
