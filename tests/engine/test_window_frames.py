@@ -1,5 +1,9 @@
-"""Ranks with window groups: the same logits as with all tokens in pages, from frames that only
-pages in the window have. Plans are made by hand; everything outside of the windows is NaN."""
+"""Ranks with window groups and with recurrent states, and plans made by hand.
+
+With frames that only pages in the window have, answers and logits are those with all tokens in
+pages; everything outside of the windows is NaN. With states they are those of one request that runs
+alone, whatever is drafted and wherever it starts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import transformers
 
 from sdk.api.params import SamplingParams
 from sdk.engine.plan import (
@@ -16,12 +21,14 @@ from sdk.engine.plan import (
     Frames,
     RequestStart,
     SequenceSpec,
+    StateSave,
     StepPlan,
     StepRow,
 )
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.states import LayerState
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import pages_in_window
 
@@ -42,12 +49,15 @@ class Scheduled:
     computed: int = 0
     #: The frames of its pages that have any, by index.
     frames: dict[int, int] = field(default_factory=dict)
+    slots: tuple[int, ...] = ()
+    initial: int = -1
 
 
 class Rig:
     """Gives requests pages, and frames only to those that the next tokens see or write."""
 
-    def __init__(self, path: Path, *, windows: bool, **options) -> None:
+    def __init__(self, path: Path, *, windows: bool, states: int = 0, **options) -> None:
+        """``states``: the slots of a request, of a model with recurrent states."""
         self.window = None
         if windows:
             options["num_frames"] = (1 + 3 * 8,)
@@ -63,9 +73,12 @@ class Rig:
             "compute": "exact",
             "hf_overrides": {"sliding_window": WINDOW},
         }
+        if states:
+            given |= {"num_states": 40, "hf_overrides": {}}
         config = RunnerConfig(str(path), **{**given, **options})
         self.runner = ModelRunner(config, Mesh())
         self.free = list(range(config.num_pages - 1, 0, -1))
+        self.states, self.free_slots = states, list(range(39, 0, -1))
         if windows:
             [self.window] = self.runner.kv.spec.windows
             self.free_frames = list(range(config.num_frames[0] - 1, 0, -1))
@@ -101,6 +114,7 @@ class Rig:
         counts: dict[str, int],
         drafts: dict[str, tuple[int, ...]] | None = None,
         copies: tuple[Duplicate, ...] = (),
+        saves: tuple[StateSave, ...] = (),
     ) -> dict[str, Sequence[int]]:
         """One step with so many known tokens of each request, and drafts behind them."""
         started, new_pages, new_frames, rows = [], [], [], []
@@ -119,6 +133,8 @@ class Rig:
                         tuple(request.pages),
                         LONGEST,
                         frames=tuple(own),
+                        state_slots=request.slots,
+                        initial_state=request.initial,
                     )
                 )
             else:
@@ -130,7 +146,15 @@ class Rig:
         same = last is not None and list(last.plan.rows) == rows
         kept = last.plan.rows if same else tuple(rows)
         plan = StepPlan(
-            self.step, kept, tuple(started), tuple(new_pages), (), copies, (), tuple(new_frames)
+            self.step,
+            kept,
+            tuple(started),
+            tuple(new_pages),
+            (),
+            copies,
+            (),
+            tuple(new_frames),
+            saves,
         )
         launched = self.runner.launch(plan)
         result = launched.result()
@@ -145,7 +169,8 @@ class Rig:
         return found
 
     def add(self, name: str, tokens: Sequence[int]) -> None:
-        self.requests[name] = Scheduled(name, list(tokens), len(tokens))
+        made = self.requests[name] = Scheduled(name, list(tokens), len(tokens))
+        made.slots = tuple(self.free_slots.pop() for _ in range(self.states))
 
     def fork(self, source: str, name: str, tokens: Sequence[int]) -> tuple[Duplicate, ...]:
         """A request that goes on with ``tokens`` where another one is: it has the same full pages
@@ -162,6 +187,14 @@ class Rig:
             made.frames[full] = self.free_frames.pop()
             copies.append(Duplicate(first.frames[full], made.frames[full], group=0))
         return tuple(copies)
+
+    def state(self, name: str) -> list[torch.Tensor]:
+        """The current recurrent states of a request."""
+        request = self.runner._requests[name]
+        slot = request.state_slots[request.current_slot]
+        layers = [one for one in self.runner.kv.layers if isinstance(one, LayerState)]
+        assert layers
+        return [part[slot].clone() for one in layers for part in one.parts.values()]
 
     def close(self) -> None:
         self.runner.close()
@@ -228,3 +261,100 @@ def test_a_request_continues_from_shared_frames_and_a_copied_one(golden: Path) -
             last = alone.run({"b": min(48, len(own) - begin)})
         assert last == found[1][0]
         assert [alone.run({"b": 1})["b"] for _ in range(40)] == found[1][1]
+
+
+HYBRIDS = {
+    "lfm2": lambda: transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
+        )
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(
+            **SIZES,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=24,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        )
+    ),
+}
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LONGEST,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with recurrent states."""
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp(request.param)
+    model = HYBRIDS[request.param]()
+    for weight in model.parameters():
+        weight.data.mul_(4)  # tokens differ
+    model.save_pretrained(path)
+    return path
+
+
+def alone(path: Path, prompt: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
+    """The answer of a request that runs alone, a whole prompt at once, and its last states."""
+    with rig(path, windows=False, states=1, max_num_batched_tokens=256) as made:
+        made.add("a", prompt)
+        made.run({"a": len(prompt)})
+        for _ in range(count):
+            made.run({"a": 1})
+        return made.requests["a"].tokens, made.state("a")
+
+
+def guesses(tokens: Sequence[int], known: int) -> tuple[int, ...]:
+    """Drafts behind ``known`` tokens: none, all right, the first one right, all wrong."""
+    next_ = tokens[known : known + 5]
+    if len(next_) < 5:
+        return ()
+    return ((), tuple(next_[:3]), (next_[0], 255 - next_[1], 7), (255 - next_[0], 1))[
+        known // 3 % 4
+    ]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_states_follow_accepted_drafts_and_go_on_from_snapshots(hybrid: Path, eager: bool) -> None:
+    prompt = PROMPTS[0]
+    tokens, state = alone(hybrid, prompt, 40)
+    assert len(set(tokens[len(prompt) :])) > 5
+    with rig(hybrid, windows=False, states=4, enforce_eager=eager) as made:
+        made.add("a", prompt)
+        made.add("b", PROMPTS[1])
+        places = [32, 48, 157]  # within a chunk, at its end, and within a page
+        snapshots = [made.free_slots.pop() for _ in places]
+        saves = [StateSave("a", *one) for one in zip(places, snapshots, strict=True)]
+        made.run({"a": 48, "b": 20}, saves=tuple(saves[:2]))
+        made.run({"b": 20, "a": 100})
+        made.run({"a": len(prompt) - 148, "b": 1}, saves=(saves[2],))
+        a = made.requests["a"]
+        while len(a.tokens) < len(tokens):
+            made.run({"a": 1, "b": 1}, {"a": guesses(tokens, len(a.tokens))})
+        assert a.tokens == tokens
+        assert all(map(torch.equal, made.state("a"), state))
+        for place, slot in zip(places, snapshots, strict=True):
+            made.add(f"from {place}", prompt)
+            request, full = made.requests[f"from {place}"], place // PAGE
+            request.computed, request.initial, copies = place, slot, []
+            request.pages = a.pages[:full]
+            if place % PAGE:
+                request.pages.append(made.free.pop())
+                copies.append(Duplicate(a.pages[full], request.pages[full]))
+            made.run({request.name: 40}, copies=tuple(copies))
+            while request.computed + 1 < len(prompt):
+                made.run({request.name: min(len(prompt) - request.computed, 100)})
+            for _ in range(12):
+                made.run({request.name: 1})
+            assert request.tokens == tokens[: len(request.tokens)]
