@@ -113,6 +113,9 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
         return rules.tensors.get(stem, _TOP[stem]) + suffix
+    whole = LAYER_OF.fullmatch(name)
+    if whole is not None and stem != name and whole[2] in rules.tensors:
+        return f"blk.{int(whole[1])}.{rules.tensors[whole[2]]}"
     match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None

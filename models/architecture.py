@@ -86,6 +86,7 @@ class Blocks(NamedTuple):
     mlp: bool = True
 
 
+PLAIN = Blocks()
 #: A recurrent mixer in the place of attention.
 RECURRENT = Blocks(attention=False, recurrent=True)
 
@@ -302,7 +303,7 @@ class LayerRules(NamedTuple):
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
 
-    def norms_of(self, parallel: bool, blocks: Blocks = Blocks()) -> Norms:
+    def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
         if blocks.recurrent and self.recurrent_norms is not None:
             return self.recurrent_norms
@@ -423,7 +424,7 @@ class GgufRules(NamedTuple):
     ``name``: ``general.architecture``. Several models may share one: ``matches`` then tells by the
     metadata whether a file holds this model; the model without ``matches`` takes the others.
     ``tensors``: names of tensors that differ from a Llama's, ours to the file's; those of a layer
-    without ``model.layers.0.``.
+    without ``model.layers.0.``, with ``.weight`` where the file's name has no such ending.
     ``read(config, keys)``: adds to a config what only this model's metadata say.
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.

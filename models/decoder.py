@@ -50,7 +50,7 @@ class CausalLM(Protocol):
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
         the model's scale; only the first stage reads them. Keys, values and states are written into
-        ``kv``, one entry for each cache of this stage; of a model that is not causal, one for all of them.
+        ``kv``, one entry for each cache of this stage; of a model that is not causal, one for all.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ class Source:
         return self.checkpoint.has(self._name(path))
 
     def vector(self, path: str, *shape: int | None) -> Tensor:
-        """A plain tensor, float32; ``[1]`` may have no dimension in the file. ``None``: any size."""
+        """A plain tensor, float32; ``[1]`` may lack its dimension in the file. ``None``: any."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
@@ -289,7 +289,9 @@ class Source:
             if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
                 tensor = tensor[0]
             sizes = list(tensor.shape)
-            if len(sizes) != len(shape) or sizes != [w or n for w, n in zip(shape, sizes)]:
+            if len(sizes) != len(shape) or sizes != [
+                w or n for w, n in zip(shape, sizes, strict=True)
+            ]:
                 name = self._name(path)
                 raise CheckpointError(f"{name}: expected shape {list(shape)}, found {sizes}")
             found = tensor.to(self.ops.device)

@@ -3,8 +3,10 @@
 ``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
 models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
 uses. Experts may read and return fewer features than the model has, between two projections that
-they share ("latent" experts). Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
-same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+they share ("latent" experts).
+
+Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same
+experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
 results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
 experts, and the ranks exchange the rows that these have computed. With data parallel attention the
 ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
@@ -56,8 +58,8 @@ class ExpertArrival(NamedTuple):
 
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
-    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this rank, if it has
-    whole ones."""
+    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
+    rank, if it has whole ones."""
 
     def __init__(
         self,

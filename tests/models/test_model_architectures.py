@@ -417,7 +417,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA_EXPERTS,
     "qwen3_next": {**DELTA_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
-    "granitemoehybrid": {
+    "granitemoehybrid-experts": {
         **GRANITE,
         **MAMBA,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
