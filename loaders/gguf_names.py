@@ -123,5 +123,5 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
     if part is None:
         return None
     # some have their whole names there: biases of a router's choice and of time steps, factors
-    whole = part.endswith(_WHOLE) or stem.endswith(_WITHOUT_ENDING)
-    return f"blk.{int(match[1])}.{part}{'' if whole else suffix}"
+    ending = "" if part.endswith(_WHOLE) or stem.endswith(_WITHOUT_ENDING) else suffix
+    return f"blk.{int(match[1])}.{part}{ending}"
