@@ -35,7 +35,8 @@ def mixed(x: Tensor, also: int = 0) -> Tensor:
 def encode(
     x: Tensor, kind: KVType, groups: int, *, mix: bool, also: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """``also``: see :func:`mixed`. Float32 ``x [..., d]`` as elements of a page and scales ``[..., groups]``.
+    """Float32 ``x [..., d]`` as elements of a page and scales ``[..., groups]``. ``also``: see
+    :func:`mixed`.
 
     Values that become codes or are mixed saturate at ±``HALF_MAX``: inf would become NaN.
     """

@@ -30,6 +30,8 @@ _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+#: The matrix with the keys' and the values' part of all heads of latent attention.
+_BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
 
 def weight_bytes(
@@ -42,6 +44,7 @@ def weight_bytes(
     model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
     once = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    once = [_of_heads(each, model) for each in once]
     entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
@@ -103,6 +106,16 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
         held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
     return entry.nbytes if held is None else held
+
+
+def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
+    """The entry with its part that is transposed as float16: see models/head_projection.py."""
+    spec = model.latent
+    floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
+    if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):
+        return entry
+    values = _held(entry) * spec.value // (spec.still + spec.value)
+    return replace(entry, held=values + 2 * model.num_heads * spec.still * spec.rank)
 
 
 def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:

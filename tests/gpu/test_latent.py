@@ -151,7 +151,9 @@ def test_what_these_kernels_cannot_run_is_declined() -> None:
         assert reason is not None and reason.startswith(wanted)
     other = Attention(False).reject(problem)
     assert other is not None and "parts of keys (latent attention)" in other
-    apart = Attention(False).reject(Problem("attention", head_dim=64, value_dim=32, kv_dtype="int8"))
+    apart = Attention(False).reject(
+        Problem("attention", head_dim=64, value_dim=32, kv_dtype="int8")
+    )
     assert apart == "values of 32 dimensions: expected 64, as keys"
     pages, batch = make_pages(32, 16, "float32"), make_batch([(3, 3)])
     q, out = torch.zeros(3, 2, 48), torch.zeros(3, 64)
