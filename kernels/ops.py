@@ -476,9 +476,9 @@ class Ops:
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
-        q ``[T, heads, head_dim]``, k ``[T, kv_heads, head_dim]``, v the same with the pages'
-        ``value_dim``; rows may be strided views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
-        each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        q ``[T, heads, head_dim]``, k ``[T, kv_heads, head_dim]``, v the same with ``value_dim``;
+        rows may be strided views of one fused projection; cos and sin ``[T, rotary_dim / 2]``
+        (halves rotate against each other; dimensions beyond ``rotary_dim`` pass through).
         Without key/value heads queries alone turn: of a layer that reads the pages of another one.
         ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
         q may be overwritten.
@@ -538,10 +538,9 @@ class Ops:
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
-        if sinks is not None:
-            expect("attention sinks", sinks, torch.float32, q.shape[1])
-        if slopes is not None:
-            expect("attention slopes", slopes, torch.float32, q.shape[1])
+        for name, x in (("sinks", sinks), ("slopes", slopes)):
+            if x is not None:
+                expect(f"attention {name}", x, torch.float32, q.shape[1])
         if biases is not None:
             expect_biases(biases, q.shape[1])
         tokens, heads, head_dim = q.shape
@@ -557,12 +556,7 @@ class Ops:
         if tokens:
             given = (window, softcap, sinks, slopes)
             like = (q, pages, scale, *given, self.shares_keys, causal)
-            has = (
-                *(one is not None for one in given),
-                not causal,
-                biases is not None,
-                pages.latent,
-            )
+            has = *(x is not None for x in given), not causal, biases is not None, pages.latent
             fields = pages.problem(latent)
             kernel = self._kernel("attention", like, **fields, format=_ATTENTION[has])
 

@@ -19,6 +19,7 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head import Head
 from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
@@ -186,28 +187,6 @@ class Embedding:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
         x = self.ops.scale(x, self.scale)
         return x if self.norm is None else self.ops.norm(x, self.norm)
-
-
-class Head:
-    """Hidden states to logits over the whole vocabulary."""
-
-    def __init__(self, linear: Projection, config: ModelConfig) -> None:
-        self.linear = linear
-        self.vocab_size = config.vocab_size
-        self.scale = config.logits_scale
-        self.softcap = config.final_softcap
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
-        mesh = self.linear.mesh
-        logits = self.linear(hidden, out)
-        if mesh.group is not None:
-            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
-            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
-        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
-        if self.softcap is not None:
-            logits = self.linear.ops.softcap(logits, self.softcap)
-        return logits
 
 
 class Source:

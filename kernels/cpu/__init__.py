@@ -127,7 +127,7 @@ class CpuBackend:
         return self._implementations.get(op, ())
 
     def _others(self) -> dict[str, Sequence[Any]]:
-        """Operators of adapters, experts, latents, ranks, KV tiers and states: most engines have none."""
+        """Operators of adapters, experts, latents, ranks, KV tiers, states: for few engines."""
         from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
         from sdk.kernels.cpu.low_rank import LowRank
         from sdk.kernels.cpu.moe import (

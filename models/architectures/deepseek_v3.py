@@ -63,6 +63,7 @@ ARCHITECTURE = Architecture(
             "n_shared_experts": 1,
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
+            "rms_norm_eps": 1e-6,
         },
         fixed={"scoring_func": "sigmoid"},
         expert_width="moe_intermediate_size",

@@ -56,6 +56,7 @@ INDEXED = ConfigRules(
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-6,
         "index_topk": 2048,
     },
     fixed={"scoring_func": "sigmoid", "rope_interleave": True},

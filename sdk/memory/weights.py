@@ -33,6 +33,8 @@ _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 #: The same at the beginning, or what is beside the layers.
 _AFTER = re.compile(r"^(?:(?:model\.)?mtp\.|(?:(?:\w+\.){0,2}layers|blk)\.(\d+)\.)")
+#: The matrix with the keys' and the values' part of all heads of latent attention.
+_BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
 
 def weight_bytes(
@@ -54,6 +56,7 @@ def weight_bytes(
         for each in checkpoint.entries()
         if loaded(each.name)
     ]
+    once = [_of_heads(each, model) for each in once]
     entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
@@ -121,6 +124,16 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
         held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
     return entry.nbytes if held is None else held
+
+
+def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
+    """The entry with its part that is transposed as float16: see models/head_projection.py."""
+    spec = model.latent
+    floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
+    if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):
+        return entry
+    values = _held(entry) * spec.value // (spec.still + spec.value)
+    return replace(entry, held=values + 2 * model.num_heads * spec.still * spec.rank)
 
 
 def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:
