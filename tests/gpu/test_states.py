@@ -61,8 +61,8 @@ def test_kernels_agree_with_the_reference_and_with_themselves(
     rows = [Row(other, -1, [(3, 2)]), Row(inputs, 5, [(1, 5), (9, 6), (9, 7), (count, 8)])]
     out = case.step(ops, state, rows)[1]
     _close(out, expected)
-    for slot, count in ((5, 1), (6, 9), (7, 9), (8, count)):
-        _close(state[slot], states[count - 1])
+    for slot, tokens in ((5, 1), (6, 9), (7, 9), (8, count)):
+        _close(state[slot], states[tokens - 1])
     assert state[[0, 1, 3, 4, 9, 10, 11]].eq(7.5).all()
 
     again = case.slots()
