@@ -83,6 +83,7 @@ def conv_kernel(
             slot = tl.load(initial + request).to(tl.int64)
             known = (slot >= 0) & (row < KEPT)[:, None] & mask[None, :]
             tail = tl.load(place + slot * slot_stride, mask=known, other=0.0)
+            tl.debug_barrier()  # a state may replace the one that was read
             for i in range(tl.load(save_start + request), tl.load(save_start + request + 1)):
                 token = tl.load(save_token + i).to(tl.int64)
                 to = tl.load(save_slot + i).to(tl.int64) * slot_stride
@@ -138,6 +139,7 @@ def delta_kernel(
         place = state + head.to(tl.int64) * DIM * WIDTH + row[:, None] * WIDTH + column[None, :]
         slot = tl.load(initial + request).to(tl.int64)
         s = tl.load(place + slot * slot_stride, mask=both & (slot >= 0), other=0.0)
+        tl.debug_barrier()  # a state may replace the one that was read
         save, last = tl.load(save_start + request), tl.load(save_start + request + 1)
         while t < end:
             key = tl.load(k + t * k_token + of * k_head + row, mask=real, other=0.0)
@@ -183,6 +185,7 @@ def space_kernel(
         place = state + head.to(tl.int64) * WIDTH * SIZE + row[:, None] * SIZE + column[None, :]
         slot = tl.load(initial + request).to(tl.int64)
         s = tl.load(place + slot * slot_stride, mask=both & (slot >= 0), other=0.0)
+        tl.debug_barrier()  # a state may replace the one that was read
         save, last = tl.load(save_start + request), tl.load(save_start + request + 1)
         rate = tl.load(a + head)
         while t < end:
@@ -447,10 +450,11 @@ class Rates:
         factor = None if factor is None else factor.contiguous()
         expect_on_device("rates", x, bias, factor, out)
         rows, width = x.shape
+        block = min(triton.next_power_of_2(width), _COLUMNS)
         low, high = limits or (0.0, 0.0)
         run_kernel(
             rates_kernel,
-            (rows, triton.cdiv(width, _COLUMNS)),
+            (rows, triton.cdiv(width, block)),
             x,
             bias,
             factor,
@@ -462,7 +466,7 @@ class Rates:
             RUN=width if factor is None else width // factor.shape[0],
             SOFTPLUS=kind == "softplus",
             LIMITED=limits is not None,
-            BLOCK=_COLUMNS,
+            BLOCK=block,
         )
 
 
