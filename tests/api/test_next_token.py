@@ -6,6 +6,7 @@ stay the same is tested with all methods, in test_speculation.py.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdk import LLM, RequestError, SamplingParams, UnsupportedError
+from sdk import LLM, RequestError, SamplingParams, UnsupportedError, quantize
 from sdk.api.speculative_config import speculative_config
 from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.open import open_checkpoint
@@ -255,6 +256,37 @@ def test_a_block_of_float8_weights_drafts(tiny_next_token: NextToken, tmp_path: 
         assert answers(llm, PROMPTS, GREEDY) == plain
         specs = block_specs(llm)
     assert any("fp8" in spec or "f8" in spec for spec in specs.values())
+
+
+@pytest.mark.parametrize("scheme", ["rtn-w4g32", "fp8"])
+def test_a_block_in_packed_files_drafts(
+    tiny_next_token: NextToken, tmp_path: Path, scheme: str
+) -> None:
+    """The quantizer packs all layers of a model that has the block for its last one."""
+    whole = rewritten(
+        tiny_next_token, tmp_path / "whole", without_parts, num_hidden_layers=LAYERS + 1
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_next_token.folder / name, whole)
+    path = quantize(whole, tmp_path / "packed", scheme)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    parts = {f"{BLOCK}.{name}": own for name, own in tiny_next_token.parts.items()}
+    save_file(load_file(path / "model.safetensors") | parts, path / "model.safetensors")
+    with opened(path, speculative_config=None) as llm:
+        plain = answers(llm, PROMPTS, GREEDY)
+    with opened(path) as llm:
+        assert rate(llm, PROMPTS, GREEDY) > 0.4
+        assert answers(llm, PROMPTS, GREEDY) == plain
+        specs, made = block_specs(llm), llm.memory_plan
+    assert not {spec for name, spec in specs.items() if name.endswith("qkv_proj")} & {"f32", "f16"}
+    assert made.drafting_weights < 0.6 * block_bytes(tiny_next_token.folder)
+
+
+def without_parts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{BLOCK}.")]:
+        if name.endswith(("eh_proj.weight", "enorm.weight", "hnorm.weight", "head.norm.weight")):
+            del tensors[name]
 
 
 def block_specs(llm: LLM) -> dict[str, str]:
