@@ -6,6 +6,8 @@ llama.cpp's converter changes some tensors; pulling one undoes it:
   pairs are adjacent, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so packed rows are
   moved.
 - `norms_minus_one` architectures: the file holds the whole weights of norms, plus 1.
+- Recurrent mixers: convolutions lack the dimension of size 1, vectors of heads have one, and norms
+  over groups have one for the groups.
 """
 
 from __future__ import annotations
@@ -30,9 +32,18 @@ from sdk.loaders.gguf_config import (
     unread_keys,
 )
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import LAYER_OF, ONE_ROW, expert_of, gguf_name, single_expert
+from sdk.loaders.gguf_names import (
+    LAYER_OF,
+    ONE_ROW,
+    expert_of,
+    gguf_name,
+    half_of_experts,
+    is_stacked,
+    single_expert,
+)
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import QuantSpec
@@ -92,7 +103,9 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
+        rows = delta_rows(self.config, name)
         whole = expert is not None or factor is not None or self._interleaved(name)
+        whole = whole or rows is not None
         if not whole and _is_large(stored):
             self._report(stored)
             return self._unread(stored)
@@ -101,7 +114,8 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        return weight_of(layout)
+        found = weight_of(layout)
+        return found if rows is None else found.with_rows(rows)
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:
@@ -114,6 +128,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
+        if (like := mixer_shape(name, shape)) is not None:
+            values = values.reshape(like)
         if name.endswith("norm.weight"):
             values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)
@@ -163,14 +179,26 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            if expert >= (num_experts(self.config) or 0):
+            heads = ".self_attn." in name
+            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
+            if theirs not in tensors and (half := half_of_experts(theirs)) is not None:
+                return theirs, self._half(half)
         stored = tensors.get(theirs or "")
         if stored is not None and joined.endswith(ONE_ROW) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         return theirs, stored
+
+    def _half(self, half: tuple[str, int]) -> GgufTensor | None:
+        """Gate or up of a tensor with both of all experts, as if it had its rows alone."""
+        joined = self._opened().tensors.get(half[0])
+        if joined is None or len(joined.shape) != 3 or joined.shape[1] % 2:
+            return None
+        count, rows, columns = joined.shape
+        return replace(joined, shape=(count, rows // 2, columns))
 
     def _number(self, name: str) -> float | None:
         """A parameter that the metadata have, for each layer or one for all."""
@@ -190,8 +218,9 @@ class GgufCheckpoint:
         return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
-        return expert_of(name)[1] if "_exps." in stored.name else None
+        """The index of ``name`` in a tensor of all experts or heads; None if the tensor is not of
+        all."""
+        return expert_of(name)[1] if is_stacked(stored.name) else None
 
     def _find(self, name: str) -> GgufTensor:
         theirs, stored = self._stored(name)
@@ -234,6 +263,9 @@ class GgufCheckpoint:
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
+        if expert is not None and len(data) == 2 * stored.shape[1]:  # gate and up, joined
+            rows = stored.shape[1]
+            data = data[rows:] if name.endswith("up_proj") else data[:rows]
         if not self._interleaved(name):
             return data
         key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
@@ -256,6 +288,8 @@ class GgufCheckpoint:
         """
         stem = stored.name.removesuffix(".weight")
         tensors = self._opened().tensors
+        if stem.partition(".")[2].partition(".")[2] + ".scale" in self.rules.tensors.values():
+            return None  # the model has factors of its own there
         if f"{stem}.input_scale" in tensors:
             self._report(tensors[f"{stem}.input_scale"])
         scale = tensors.get(f"{stem}.scale")

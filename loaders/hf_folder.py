@@ -253,7 +253,8 @@ class HfFolder:
             ours = TensorNames(self._rules.names).ours
             if self._rules.experts_by_rows:
                 by_expert(files, ours, num_experts(self.config) or 1)
-            return {ours(name): stored for name, stored in files.tensors.items()}
+            tensors = files.tensors.items()
+            return {spelled_as_ours(ours(_without_prefix(name))): x for name, x in tensors}
         return _canonical_names(files, self._by_mistral)
 
     def _with_next_token(

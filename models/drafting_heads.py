@@ -30,7 +30,7 @@ from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import MLP, Layer, layer_rules
-from sdk.models.layers import ExpertProjection, Head, Projection, Source
+from sdk.models.layers import Head, Linear, Projection, Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -87,7 +87,7 @@ class DraftingHead(ABC):
         self.inputs = inputs
         self._linears = source.linears
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 
@@ -279,7 +279,7 @@ class NextTokenHead(_LayerHead):
         embedded = ops.norm(self.embed(inputs), self.embedding_norm)
         hidden = ops.norm(self.inputs[: inputs.shape[0]], self.hidden_norm)
         x = ops.add(self.first(embedded), self.second(hidden))
-        delta, residual = self.layer(x, None, self._step(batch), kv[0])
+        delta, residual = self.layer(x, None, self._step(batch), kv[:1])
         return ops.add_norm(delta, residual, self.norm, wide=True)[0]
 
 

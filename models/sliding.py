@@ -28,8 +28,11 @@ def all_but_every(period: int) -> SlidingRule:
     return rule
 
 
-def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, itself included; ``None`` for all."""
+def sliding_windows(
+    fields: Fields, layers: int, rule: SlidingRule, others: Sequence[str] = ()
+) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, itself included; ``None`` for all. ``others``: names of
+    layers that a model has besides those that attend."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         sliding = rule(fields, layers)
@@ -37,12 +40,11 @@ def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int
         if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
             found = len(kinds) if isinstance(kinds, (list, tuple)) else kinds
             fields.fail("layer_types", f"a list of {layers} names", found)
-        unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+        known = ("full_attention", "sliding_attention", *others)
+        unknown = [k for k in kinds if k not in known]
         if unknown:
-            raise UnsupportedError(
-                "config: layer_types: expected full_attention or sliding_attention, "
-                f"found {unknown[0]!r}"
-            )
+            names = " or ".join((", ".join(known[:-1]), known[-1]))
+            raise UnsupportedError(f"config: layer_types: expected {names}, found {unknown[0]!r}")
         sliding = [kind == "sliding_attention" for kind in kinds]
     if not any(sliding):
         return (None,) * layers

@@ -132,13 +132,11 @@ class Swap(NamedTuple):
     """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
     Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot.
-    ``region``: see :class:`Duplicate`. Each has swap slots of its own.
     """
 
     page: int
     slot: int
     out: bool
-    region: int = 0
 
 
 class Move(NamedTuple):
@@ -154,15 +152,13 @@ class Move(NamedTuple):
 class Duplicate(NamedTuple):
     """A copy of a page into another one of its tier; both stay where they are.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``). ``region``: in which memory of the cache
-    both are: 0 is that of pages, ``1 + group`` that of a window group's frames, and the one after
-    those of all groups that of recurrent states. So a page that has frames is copied by several
-    entries, one for each of them.
+    Both ids contain the tier (``kernels/kv_tiers.py``). ``group``: a copy within the memory of this
+    window group instead, from one place in it to another.
     """
 
     source: int
     target: int
-    region: int = 0
+    group: int | None = None
 
 
 Copy = Swap | Move | Duplicate

@@ -103,6 +103,7 @@ class DraftingModel:
             *(self._most, rows, rows, config.max_model_len, config.page_size, ops.device),
             work=work,
             shift=self._shift,
+            windows=len(kv.spec.windows),
         )
         self._passes = [ForwardPasses(each, kv, self._inputs, ops, Mesh()) for each in models]
         #: One for each draft; the last one for all that follow.
