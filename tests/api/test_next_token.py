@@ -27,6 +27,7 @@ from tests.api.test_drafting_heads import Drawn, answers, rate
 from tests.drafting_heads import PROMPTS, one_thread
 from tests.next_token import (
     HIDDEN,
+    KINDS,
     LAYERS,
     VOCAB,
     NextToken,
@@ -61,7 +62,9 @@ def checked(drawn: Drawn, tiny: NextToken) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf", "exaone_moe", "hy_v3"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "gguf", *(kind for kind in KINDS if kind != "glm4_moe")]
+)
 def test_logits_of_drafts_are_those_of_the_published_block(
     tiny_next_token: NextToken, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +104,43 @@ def test_drafts_are_accepted_and_counted(tiny_next_token: NextToken) -> None:
         )
         assert not any("unused" in line for line in lines)
     assert found[0]["num_accepted_tokens"] == found[1]["num_accepted_tokens"]
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "short steps": {"max_num_batched_tokens": 16},
+    "operator by operator": {"enforce_eager": True},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_states_and_latents_are_as_without_drafts(tmp_path: Path, kind: str, steps: str) -> None:
+    """Most drafts of a warm request are wrong: the states of the delta nets roll back."""
+    path, options = write_next_token(tmp_path, kind).folder, STEPS[steps]
+    params = [GREEDY, GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)]
+    with opened(path, **options, speculative_config=None) as llm:
+        plain = [answers(llm, PROMPTS, each) for each in params]
+    with opened(path, **options) as llm:
+        for _ in range(2):  # again after prefix hits
+            assert [answers(llm, PROMPTS, each) for each in params] == plain
+        metrics = llm.get_metrics()
+    assert 0 < metrics["num_accepted_tokens"] < metrics["num_draft_tokens"]
+
+
+@pytest.mark.slow
+def test_states_come_back_after_preemptions(tmp_path: Path) -> None:
+    path, params = write_next_token(tmp_path, "qwen3_next").folder, GREEDY.clone(max_tokens=60)
+    with opened(path, speculative_config=None) as llm:
+        plain = answers(llm, PROMPTS, params)
+    made = LLM.plan(path, max_model_len=128, max_num_seqs=6, speculative_config=DRAFTS)
+    few = {"kv_cache_memory_bytes": made.kv_cache_bytes_of(12)}
+    with opened(path, max_model_len=128, **few) as llm:
+        assert answers(llm, PROMPTS, params) == plain
+        metrics = llm.get_metrics()
+    assert metrics["num_preemptions"] > 0 < metrics["num_accepted_tokens"]
 
 
 @pytest.mark.slow
