@@ -199,8 +199,9 @@ class ModelConfig:
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
 
     def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
-        """A model of one layer, which is like one of this model, with ``experts`` or an MLP."""
-        spec = self.experts if experts else None
+        """A model of one layer with attention like that of a layer of this model, and ``experts``
+        or an MLP."""
+        spec, own = self.experts if experts else None, bool(self.layer_caches)
         return replace(
             self,
             num_layers=1,
@@ -209,6 +210,12 @@ class ModelConfig:
             num_heads=self.heads_of(layer),
             layer_heads=(),
             experts=None if spec is None else replace(spec, layers=(True,)),
+            blocks=(),
+            recurrent=None,
+            layer_caches=(self.attention_of(layer),) if own else (),
+            keys_as_values=self.keys_as_values[layer : layer + 1],
+            intermediate_size=self.width_of(layer),
+            layer_widths=(),
         )
 
     @property
