@@ -85,6 +85,7 @@ class Attention:
             0,
             not causal,
             0 if biases is None else biases.shape[1] // 2,
+            False,
             value_dim,
             pages.latent,
         )
