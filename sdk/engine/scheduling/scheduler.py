@@ -296,7 +296,7 @@ class Scheduler:
         return batch.plan
 
     def _begin_groups(self, groups: Groups, busy: frozenset[Request]) -> None:
-        """Nothing is held for the last plan any more, and windows that have moved on give back."""
+        """Windows that have moved on give back."""
         groups.begin_plan()
         if groups.frames:
             for request in self.queues.running:
@@ -515,6 +515,7 @@ class Scheduler:
             found = drafts.take(request, left, self.pool)
             if found and (groups := self.groups) is not None:
                 found = found[: groups.most_tokens(request, 1 + len(found)) - 1]
+                found = found[: groups.most_drafts]
                 groups.grow(request, 1 + len(found))
             if found:
                 left -= len(found)
