@@ -192,7 +192,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.requests)
     @rule(
         data=st.data(),
-        tails=st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=9), min_size=1, max_size=3),
+        tails=st.lists(
+            st.lists(st.integers(0, 999), min_size=1, max_size=9), min_size=1, max_size=3
+        ),
         max_tokens=st.integers(1, 12),
     )
     def go_on(self, data: st.DataObject, tails, max_tokens) -> None:
