@@ -45,7 +45,7 @@ from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases")
+_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "chunked")
 _ATTENTION = {
     has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
     for has in product((False, True), repeat=len(_ATTENTION_WORDS))
@@ -523,11 +523,13 @@ class Ops:
         slopes: Tensor | None = None,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
-        if attention is not ``causal``, as many after it too, of those in the pages.
+        if attention is not ``causal``, as many after it too, of those in the pages. If windows are
+        ``chunked`` it sees the tokens from the last multiple of the window on (Llama 4).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
@@ -554,18 +556,13 @@ class Ops:
         out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
-            like = (q, pages, scale, *given, self.shares_keys, causal)
-            has = (*(one is not None for one in given), not causal, biases is not None)
-            kernel = self._kernel(
-                "attention",
-                like,
-                head_dim=head_dim,
-                kv_dtype=pages.dtype,
-                format=_ATTENTION[has],
-            )
+            like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
+            has = (*(one is not None for one in given), not causal, biases is not None, chunked)
+            facts = {"head_dim": head_dim, "kv_dtype": pages.dtype, "format": _ATTENTION[has]}
+            kernel = self._kernel("attention", like, **facts)
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, *given, out, causal, biases)
+                kernel.run(q, pages, batch, scale, *given, out, causal, biases, chunked)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

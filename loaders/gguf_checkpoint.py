@@ -42,6 +42,7 @@ from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
+from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Weight, weight_of
@@ -100,7 +101,8 @@ class GgufCheckpoint:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
         whole = expert is not None or factor is not None or self._interleaved(name)
-        if not whole and _is_large(stored):
+        by_row = name.endswith(LAYER_TABLES)
+        if not whole and (_is_large(stored) or (by_row and _keeps_rows(stored))):
             self._report(stored)
             return self._unread(stored)
         data = self._rows(name, stored, expert)
@@ -237,7 +239,8 @@ class GgufCheckpoint:
 
         step = max(_PIECE * rows // stored.nbytes // PIECE_ROWS, 1) * PIECE_ROWS
         spec = QuantSpec.parse(stored.type.name.lower())
-        return UnreadWeight(Pieces((rows, columns), read, step), spec)
+        stored_rows = opened.stored_rows(stored.name)
+        return UnreadWeight(Pieces((rows, columns), read, step), spec, stored_rows)
 
     def _interleaved(self, name: str) -> bool:
         """Whether the file has the rows of a tensor in another order."""
@@ -310,5 +313,9 @@ class GgufCheckpoint:
 
 def _is_large(stored: GgufTensor) -> bool:
     """Whether a matrix is worth reading in pieces, and has the rows of the kernels' layout."""
+    return _keeps_rows(stored) and stored.nbytes > _LARGE
+
+
+def _keeps_rows(stored: GgufTensor) -> bool:
     kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
-    return kept and len(stored.shape) == 2 and stored.nbytes > _LARGE
+    return kept and len(stored.shape) == 2

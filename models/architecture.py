@@ -249,6 +249,9 @@ class LayerRules(NamedTuple):
     ``first_norm``: the first layer has a norm before attention, too.
     ``experts_bias``: the sum of a token's experts has a bias.
     ``experts_beside``: see :class:`ExpertsBeside`.
+    ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
+    scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
+    of a token's only expert multiplies what that reads, in place of what it computes.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     """
 
@@ -271,6 +274,8 @@ class LayerRules(NamedTuple):
     experts_bias: bool = False
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
+    unrotated_plain: bool = False
+    route_inputs: bool = False
 
     def norms_of(self, parallel: bool) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""

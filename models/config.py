@@ -39,7 +39,7 @@ from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read,
 from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
-from sdk.models.sliding import sliding_windows
+from sdk.models.sliding import chunked, sliding_windows
 from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
 
@@ -74,6 +74,7 @@ class ModelConfig:
     layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
     widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
     ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
+    ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -122,6 +123,7 @@ class ModelConfig:
     keys_as_values: tuple[bool, ...] = ()
     layer_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
+    chunked_windows: bool = False
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -242,6 +244,7 @@ class ModelConfig:
             ),
             layer_widths=widths,
             layer_inputs=_layer_inputs(fields, rules),
+            chunked_windows=chunked(fields),
         )
 
 

@@ -75,6 +75,7 @@ class RopeAndCache:
             sin.stride(0),
             pages.k.shape[0],
             1 if scale is None else scale.length,
+            0 if scale is None else scale.shift,
             q.shape[1],
             kv_heads,
             head_dim,

@@ -41,6 +41,7 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -53,7 +54,7 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 known = position + end - begin if causal else length
-                options = scale, window, softcap, sinks, slopes, causal, biases
+                options = scale, window, softcap, sinks, slopes, causal, biases, chunked
                 view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
@@ -90,6 +91,7 @@ def _tile(
     slopes: Tensor | None,
     causal: bool,
     biases: Tensor | None,
+    chunked: bool,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
     tokens; shaped as q."""
@@ -115,7 +117,8 @@ def _tile(
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
         hidden = (keys > at) if causal else (keys >= known)
         if window is not None:
-            hidden = hidden | ((keys - at).abs() >= window)
+            far = (keys - at).abs() >= window
+            hidden = hidden | ((keys < at // window * window) if chunked else far)
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap

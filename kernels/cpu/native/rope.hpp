@@ -52,7 +52,7 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
         const float* cos = a->cos + t * a->cos_token;
         const float* sin = a->sin + t * a->sin_token;
         const float factor =
-            a->positions ? 1.0f + a->beta * log1pf((float)(a->positions[t] / a->length)) : 1.0f;
+            a->positions ? 1.0f + a->beta * log1pf((float)((a->positions[t] + a->shift) / a->length)) : 1.0f;
         for (int h = 0; h < a->heads; ++h) {
             float* q = a->q + t * a->q_token + h * a->q_head;
             prepare_head(a, q, q, cos, sin, a->q_norm);
