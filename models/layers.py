@@ -566,7 +566,7 @@ class Source:
         return found
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, which all ranks have.
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``; ranks have all.
         ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
         of embeddings."""
 
