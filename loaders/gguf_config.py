@@ -257,7 +257,7 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         raise keys.fail("attention.head_count", heads, f"a divisor of {hidden}")
     width = keys.integer("attention.key_length", LIMITS["head_dim"], hidden // heads)
     values = keys.integer("attention.value_length", LIMITS["head_dim"], width)
-    if values != width:
+    if values != width and own.config.latent is None:
         raise UnsupportedError(
             f"{keys.source}: attention.value_length is {values}, expected attention.key_length "
             f"{width}: different lengths are not supported"

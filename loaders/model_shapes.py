@@ -150,6 +150,8 @@ def expected_shape(
         return None
     if any(f".{mixer}." in name for mixer in _MIXERS):
         return None  # the mixer knows
+    if known.config.latent is not None and ".self_attn." in name:
+        return None  # latent attention knows
     hidden, heads = config.get("hidden_size"), _heads_of(config, name)
     widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
     inner = next((config[key] for key in widths if key and config.get(key)), None)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.models.latent_config import LatentSpec
     from sdk.models.mixer import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 
@@ -85,6 +86,7 @@ class Blocks(NamedTuple):
     mlp: bool = True
 
 
+PLAIN = Blocks()
 #: A recurrent mixer in the place of attention.
 RECURRENT = Blocks(attention=False, recurrent=True)
 
@@ -142,6 +144,7 @@ class ConfigRules(NamedTuple):
     ``attention_scale``: that of scores, where the code fixes it.
     ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
+    ``latent``: the widths of latent attention, if it has that.
     """
 
     keys: tuple[str, ...] = ()
@@ -178,6 +181,7 @@ class ConfigRules(NamedTuple):
     attention_scale: float | None = None
     has_experts: Callable[[Fields], bool] | None = None
     layer_inputs: str | None = None
+    latent: Callable[[Fields], LatentSpec] | None = None
 
 
 class Norms(NamedTuple):
@@ -274,6 +278,9 @@ class LayerRules(NamedTuple):
     ``dense``: the name of the MLP of a layer without experts.
     ``recurrent_norms``: the norms of layers with a recurrent mixer, if others than ``norms``.
     ``experts_beside``: see :class:`ExpertsBeside`.
+    ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
+    scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
+    of a token's only expert multiplies what that reads, in place of what it computes.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     """
 
@@ -298,8 +305,10 @@ class LayerRules(NamedTuple):
     recurrent_norms: Norms | None = None
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
+    unrotated_plain: bool = False
+    route_inputs: bool = False
 
-    def norms_of(self, parallel: bool, blocks: Blocks = Blocks()) -> Norms:
+    def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
         if blocks.recurrent and self.recurrent_norms is not None:
             return self.recurrent_norms
@@ -403,6 +412,8 @@ class GgufKeys(Protocol):
 
     def get(self, key: str) -> Any: ...
 
+    def fail(self, key: str, value: Any, expected: str) -> Exception: ...
+
     def has_tensor(self, name: str) -> bool: ...
 
     def rows(self, name: str) -> int | None: ...
@@ -420,7 +431,7 @@ class GgufRules(NamedTuple):
     ``name``: ``general.architecture``. Several models may share one: ``matches`` then tells by the
     metadata whether a file holds this model; the model without ``matches`` takes the others.
     ``tensors``: names of tensors that differ from a Llama's, ours to the file's; those of a layer
-    without ``model.layers.0.``.
+    without ``model.layers.0.``, with ``.weight`` where the file's name has no such ending.
     ``read(config, keys)``: adds to a config what only this model's metadata say.
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.

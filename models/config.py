@@ -39,10 +39,11 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
+from sdk.models.latent_config import LatentSpec, latent_scale
 from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
-from sdk.models.sliding import sliding_windows
+from sdk.models.sliding import chunked, sliding_windows
 from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
 
@@ -80,6 +81,11 @@ class ModelConfig:
     layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
     widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
     ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
+    ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
+    token keeps, and there is one key head.
+    ``chosen``: each token attends to so many, which an indexer chooses: in a context of
+    ``max_position`` tokens, which is no longer, to all.
+    ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -132,6 +138,9 @@ class ModelConfig:
     keys_as_values: tuple[bool, ...] = ()
     layer_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
+    latent: LatentSpec | None = None
+    chosen: int | None = None
+    chunked_windows: bool = False
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -154,12 +163,13 @@ class ModelConfig:
         """
         if self.layer_caches:
             return tuple(one for one in self.layer_caches if not isinstance(one, int))
-        dim, found = self.head_dim, list[Cache]()
+        dim, latent, found = self.head_dim, self.latent is not None, list[Cache]()
+        values = dim if self.latent is None else self.latent.rank
         state = None if self.recurrent is None else self.recurrent.cache(ranks)
         for layer, window in enumerate(self.sliding_windows):
             blocks = self.blocks_of(layer)
             if blocks.attention:
-                found.append(AttentionCache(self.num_kv_heads, dim, dim, window))
+                found.append(AttentionCache(self.num_kv_heads, dim, values, window, latent))
             if blocks.recurrent and state is not None:
                 found.append(state)
         return tuple(found)
@@ -191,8 +201,9 @@ class ModelConfig:
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
 
     def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
-        """A model of one layer, which is like one of this model, with ``experts`` or an MLP."""
-        spec = self.experts if experts else None
+        """A model of one layer with attention like that of a layer of this model, and ``experts``
+        or an MLP."""
+        spec, own = self.experts if experts else None, bool(self.layer_caches)
         return replace(
             self,
             num_layers=1,
@@ -201,6 +212,12 @@ class ModelConfig:
             num_heads=self.heads_of(layer),
             layer_heads=(),
             experts=None if spec is None else replace(spec, layers=(True,)),
+            blocks=(),
+            recurrent=None,
+            layer_caches=(self.attention_of(layer),) if own else (),
+            keys_as_values=self.keys_as_values[layer : layer + 1],
+            intermediate_size=self.width_of(layer),
+            layer_widths=(),
         )
 
     @property
@@ -225,7 +242,14 @@ class ModelConfig:
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+        latent = None if rules.latent is None else rules.latent(fields)
+        if latent is None:
+            layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+            turning, scale = head_dim, _attention_scale(fields, head_dim)
+        else:
+            heads = fields.count("num_attention_heads", MAX_WIDTH)
+            layer_heads, kv_heads, head_dim = (), 1, latent.key
+            turning, scale = latent.turning, latent_scale(fields, latent)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
         biases = (rules.biases or _biases)(fields)
@@ -233,10 +257,12 @@ class ModelConfig:
         windows = _windows(config, fields, known, layers)
         still = rules.unrotated and rules.unrotated(fields, windows)
         caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
-        dims = _head_dims(caches, windows, head_dim)
+        dims = _head_dims(caches, windows, head_dim) if latent is None else (turning, turning)
         ropes, rope_of_layer = ropes_of_layers(fields, dims, windows, still, rules.rotation)
         experts = known and experts_of(fields, known, layers)
         widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
+        positions = fields.count("max_position_embeddings", MAX_POSITION)
+        chosen = fields.count("index_topk", MAX_POSITION) if "index_topk" in rules.keys else None
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -245,14 +271,14 @@ class ModelConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=max(dims),
+            head_dim=max(dims) if latent is None else head_dim,
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
+            max_position=min(positions - unused, chosen or positions),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=rules.attention_scale or _attention_scale(fields, head_dim),
+            attention_scale=rules.attention_scale or scale,
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -289,6 +315,9 @@ class ModelConfig:
             ),
             layer_widths=widths,
             layer_inputs=_layer_inputs(fields, rules),
+            latent=latent,
+            chosen=chosen,
+            chunked_windows=chunked(fields),
         )
 
 

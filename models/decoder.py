@@ -18,6 +18,7 @@ from sdk.kernels.norm import Norm
 from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.latent_attention import LatentAttention
 from sdk.models.layer_inputs import LayerInput, LayerInputs
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.models.head import Head
+    from sdk.models.layers import Embedding, Linear, Projection, Source
     from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
 
@@ -49,7 +51,7 @@ class CausalLM(Protocol):
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
         the model's scale; only the first stage reads them. Keys, values and states are written into
-        ``kv``, one entry for each cache of this stage; of a model that is not causal, one for all of them.
+        ``kv``, one entry for each cache of this stage; of a model that is not causal, one for all.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """All projections with their paths."""
 
 
@@ -192,7 +194,9 @@ class Layer:
         self.group = source.mesh.group if self.parallel and alone else None
         each = self.group is None
         self.mixers: list[Mixer] = []
-        if blocks.attention:
+        if blocks.attention and c.latent is not None:
+            self.mixers.append(LatentAttention(source, f"{path}.self_attn", index, reduce=each))
+        elif blocks.attention:
             self.mixers.append(Attention(source, f"{path}.self_attn", index, rules, reduce=each))
         if blocks.recurrent:
             assert c.recurrent is not None
@@ -258,7 +262,7 @@ class Layer:
     def _run_parallel(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
@@ -271,7 +275,7 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)
@@ -403,10 +407,12 @@ class Decoder:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
-        return self.config.attention_softcap is None and not self._rules.sinks
+        """Whether all keys may lack the same vector, which adds a constant to all scores of a
+        query: no soft caps, no sinks, and no latents, which are values too."""
+        plain = self.config.attention_softcap is None and not self._rules.sinks
+        return plain and self.config.latent is None
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 

@@ -3,8 +3,10 @@
 ``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
 models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
 uses. Experts may read and return fewer features than the model has, between two projections that
-they share ("latent" experts). Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
-same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+they share ("latent" experts).
+
+Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same
+experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
 results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
 experts, and the ranks exchange the rows that these have computed. With data parallel attention the
 ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
@@ -14,8 +16,10 @@ split like any MLP; without tensor parallelism a rank computes them for its own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.kernels.lazy_torch import torch
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,8 +60,8 @@ class ExpertArrival(NamedTuple):
 
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
-    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this rank, if it has
-    whole ones."""
+    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
+    rank, if it has whole ones."""
 
     def __init__(
         self,
@@ -78,6 +82,10 @@ class ExpertMLP:
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
         #: The factor of each expert, where it has one.
         self.factors: Tensor | None = None
+        #: One, if the score of a token's expert multiplies what that reads.
+        self.one: Tensor | None = None
+        if rules.route_inputs:
+            self.one = torch.ones(1, device=self.ops.device)
         if self.spec.beside:
             self.factors = source.vector(f"{router}.per_expert_scale", self.spec.count)
         self.shared, self.shared_gate = shared, None
@@ -123,6 +131,10 @@ class ExpertMLP:
             experts=None if share is None else share.routing,
             factors=self.factors,
         )
+        if self.one is not None:
+            x = self.ops.gate(x, routes.weights, "linear")
+            ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
+            routes = replace(routes, weights=ones)
         if len(self.names) == 2:
             hidden = self.up.gated(x, routes, self.activation)
         else:

@@ -55,7 +55,7 @@ _CONVOLUTIONS = _decoder(
 )
 _LATENT = _decoder(
     "with latent attention (MLA)",
-    "the cache here holds keys and values, and its files hold projections of a latent vector",
+    "what surrounds its attention differs from DeepSeek's",
 )
 _SPARSE = _decoder(
     "with sparse attention",
@@ -81,10 +81,6 @@ _RESIDUALS = _decoder(
 _EXPERTS = _decoder(
     "with a mixture of experts of its own",
     "its router or its experts are combined in a way that the experts here are not",
-)
-_CHUNKED = _decoder(
-    "with attention in chunks",
-    "a token attends to the tokens of its chunk; windows here end at the token itself",
 )
 _PHI_MOE = Refusal(
     "a decoder with a sparse mixer of experts (Phi-3.5-MoE)",
@@ -176,16 +172,13 @@ GROUPS = (
     ),
     Group(
         _LATENT,
-        gguf=("deepseek2", "minicpm3", "mistral4", "plm"),
-        types=("mistral4", "longcat_flash", "kimi_k2", "PLM"),
+        gguf=("plm",),
+        types=("longcat_flash", "PLM"),
     ),
     Group(
         _SPARSE,
-        gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
-        types=(
-            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-            "minimax_m3_vl_text",
-        ),
+        gguf=("dots3note", "hy_v4", "minimax-m3"),
+        types=("axk2", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text"),
     ),
     Group(
         _RESIDUALS,
@@ -207,7 +200,6 @@ GROUPS = (
         gguf=("arctic", "grok", "grovemoe", "smallthinker"),
         types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
-    Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
     Group(_ALIBI, gguf=("jais",), types=("jais",)),
     Group(_PHI_MOE, gguf=("phimoe",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
@@ -238,8 +230,6 @@ GROUPS = (
 FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
-        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "minicpm3": ("minicpm3",),
     }
 )
 

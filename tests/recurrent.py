@@ -186,3 +186,40 @@ OPERATORS = [
     space(4, 64, 1, 128, skip=False),
     space(3, 5, 3, 7),
 ]
+
+
+# ---- the same in float64, one head and token at a time -------------------------------------------
+
+
+def exact_delta(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, scale: float, *, tiled: bool
+) -> tuple[Tensor, Tensor]:
+    """The result and the last state; q and k divided by their lengths, decay by token and head."""
+    q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
+    out = torch.empty_like(v)
+    states = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
+    for head in range(v.shape[1]):
+        of = head % q.shape[1] if tiled else head // (v.shape[1] // q.shape[1])
+        s = states[head]
+        for t in range(v.shape[0]):
+            key, query = (x[t, of] / (x[t, of].square().sum() + 1e-6).sqrt() for x in (k, q))
+            s *= decay[t, head].exp().unsqueeze(-1) if decay.dim() == 3 else decay[t, head].exp()
+            s += torch.outer(key, beta[t, head] * (v[t, head] - key @ s))
+            out[t, head] = scale * (query @ s)
+    return out, states
+
+
+def exact_space(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result and the last state."""
+    x, dt, a, b, c, d = (one.double() for one in (x, dt, a, b, c, d))
+    out = torch.empty_like(x)
+    states = torch.zeros(x.shape[1], x.shape[2], b.shape[2], dtype=torch.float64)
+    for head in range(x.shape[1]):
+        s, group = states[head], head // (x.shape[1] // b.shape[1])
+        for t in range(x.shape[0]):
+            s *= (dt[t, head] * a[head]).exp()
+            s += torch.outer(dt[t, head] * x[t, head], b[t, group])
+            out[t, head] = s @ c[t, group] + d[head] * x[t, head]
+    return out, states

@@ -50,8 +50,8 @@ def _derived(config: dict[str, Any]) -> None:
     factors = into, _factor(config, "ssm_in_multiplier")
     if biased and factors != (1.0, 1.0):
         raise UnsupportedError(
-            f"config: {biased[0]}: expected false, found true: biases beside factors of inputs "
-            f"other than 1 (attention_in_multiplier, ssm_in_multiplier: {factors}) are not supported"
+            f"config: {biased[0]}: expected false, found true: biases beside factors of inputs, "
+            f"here attention_in_multiplier and ssm_in_multiplier {factors}, are not supported"
         )
 
 
@@ -112,5 +112,12 @@ ARCHITECTURE = Architecture(
             "mlp": "feed_forward",
         }
     ),
-    more_gguf=(GgufRules("falcon-h1", tensors=GGUF_TENSORS, read=_read_gguf, keys=GGUF_KEYS),),
+    more_gguf=(
+        GgufRules(
+            "falcon-h1",
+            tensors={**GGUF_TENSORS, "post_attention_layernorm.weight": "ffn_norm"},
+            read=_read_gguf,
+            keys=GGUF_KEYS,
+        ),
+    ),
 )

@@ -63,6 +63,16 @@ SIZES = {
     "conv_bias": "mamba_conv_bias",
 }
 
+#: The same in Mamba-2's own configs.
+_SIZES = {
+    "heads": "num_heads",
+    "head_dim": "head_dim",
+    "groups": "n_groups",
+    "state": "state_size",
+    "taps": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+}
+
 
 def spec_of(fields: Fields, names: Mapping[str, str] = SIZES, **others: Any) -> Mamba2Spec:
     """The sizes of a mixer; ``names``: the keys of a model, ``others``: what it reads itself."""
@@ -114,6 +124,10 @@ def read_sizes(config: dict[str, Any], keys: GgufKeys, names: Mapping[str, str] 
     config[names["taps"]] = keys.integer("ssm.conv_kernel", (2, 16))
 
 
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    read_sizes(config, keys, _SIZES)
+
+
 def _derived(config: dict[str, Any]) -> None:
     """What a model without attention and MLPs does not have, so that sizes of it exist."""
     heads = config.get("mamba_n_heads")
@@ -145,14 +159,7 @@ ARCHITECTURE = Architecture(
         },
         fixed={"hidden_act": "silu"},
         norm_eps="layer_norm_epsilon",
-        names={
-            "mamba_n_heads": "num_heads",
-            "mamba_d_head": "head_dim",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_state": "state_size",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_conv_bias": "use_conv_bias",
-        },
+        names={SIZES[one]: theirs for one, theirs in _SIZES.items()},
         derived=_derived,
         biases=lambda fields: Biases(),
         unrotated=lambda fields, windows: [True] * len(windows),
@@ -160,5 +167,5 @@ ARCHITECTURE = Architecture(
         recurrent=_recurrent,
     ),
     tensors=TensorRules(names={**NAMES, **MIXER_NAMES}),
-    more_gguf=(GgufRules("mamba2", tensors=GGUF_TENSORS, read=read_sizes, keys=GGUF_KEYS),),
+    more_gguf=(GgufRules("mamba2", tensors=GGUF_TENSORS, read=_read_gguf, keys=GGUF_KEYS),),
 )

@@ -7,9 +7,20 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.errors import KernelError
+from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.ops import Ops
-from tests.recurrent import OPERATORS, SLOTS, Operator, Row, batch_of, conv, delta, space
+from tests.recurrent import (
+    OPERATORS,
+    SLOTS,
+    Operator,
+    Row,
+    batch_of,
+    conv,
+    delta,
+    exact_delta,
+    exact_space,
+    space,
+)
 
 
 @pytest.fixture
@@ -104,6 +115,110 @@ def test_steps_and_requests_may_be_empty(ops: Ops, case: Operator) -> None:
     rows = [Row(nothing, 4, []), Row(inputs, -1, []), Row(nothing, -1, [])]
     assert torch.equal(case.step(ops, state, rows)[1], case.plain(ops, inputs)[0])
     assert state.eq(7.5).all()
+
+
+# ---- against float64 -----------------------------------------------------------------------------
+
+
+def nmse(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).square().mean() / expected.square().mean())
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["delta", "kda"])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_delta_rule_is_as_exact_as_float32_is(ops: Ops, rows: bool, tiled: bool) -> None:
+    """Rounding errors of 300 tokens stay those of some: the decay forgets them."""
+    inputs = delta(2, 4, 128, 48, rows=rows, tiled=tiled).inputs(300, 21)
+    q, k, v = inputs["qkv"].split([256, 256, 192], 1)
+    q, k, v = q.unflatten(1, (2, 128)), k.unflatten(1, (2, 128)), v.unflatten(1, (4, 48))
+    decay, beta = inputs["decay"] * 0.05, inputs["beta"] * 1.5
+    expected, last = exact_delta(q, k, v, decay, beta, 0.25, tiled=tiled)
+    state = torch.zeros(1, 4, 128, 48)
+    batch = batch_of([300], [-1], [[(300, 0)]])
+    how = {"eps": 1e-6, "tiled": tiled}
+    out = ops.states.gated_delta(q, k, v, decay, beta, state, batch, 0.25, **how)
+    assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
+
+
+def test_the_state_space_is_as_exact_as_float32_is(ops: Ops) -> None:
+    random = torch.Generator().manual_seed(22)
+    x, b, c = (torch.randn(300, *shape, generator=random) for shape in ((4, 20), (2, 96), (2, 96)))
+    dt = torch.rand(300, 4, generator=random) * 0.2
+    a, d = -torch.rand(4, generator=random), torch.randn(4, generator=random)
+    expected, last = exact_space(x, dt, a, b, c, d)
+    state = torch.zeros(1, 4, 20, 96)
+    out = ops.states.ssd(x, dt, a, b, c, d, state, batch_of([300], [-1], [[(300, 0)]]))
+    assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
+
+
+# ---- recorded steps, threads and levels ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [conv(600, 4), delta(), space()], ids=lambda case: case.name)
+def test_a_recorded_step_reads_its_states_when_it_runs(ops: Ops, case: Operator) -> None:
+    most = case.inputs(40, 30)
+    batch = batch_of([20, 20], [-1, -1], [[(20, 1)] * 4, [(20, 2)] * 4])
+    state = case.slots()
+    limits = {"tokens": 40, "outputs": 2, "requests": 2}
+    if ops.context.backends[0].name == "reference":
+        with pytest.raises(CaptureError):
+            ops.recording.capture(lambda: case.run(ops, most, state, batch), **limits)
+        return
+    graph = ops.recording.capture(lambda: case.run(ops, most, state, batch), **limits)
+    assert state.eq(7.5).all()
+    assert batch.states is not None
+    for counts in ([3, 30], [1], [1, 1], [40], [0, 5]):
+        rows = [
+            Row(case.inputs(n, 31 + n), i - 1, [(n, 4 + i)] * (n > 0)) for i, n in enumerate(counts)
+        ]
+        fresh = case.slots()
+        state.copy_(fresh)
+        state[0] = fresh[0] = 0.25
+        expected = torch.cat(case.step(ops, fresh, rows))
+        total = sum(counts)
+        for name, x in most.items():
+            x[:total] = torch.cat([row.inputs[name] for row in rows])
+        step = batch_of(counts, [row.initial for row in rows], [row.saves for row in rows])
+        assert step.states is not None
+        batch.query_start[: len(counts) + 1] = step.query_start
+        batch.states.initial[: len(counts)] = step.states.initial
+        batch.states.save_start[: len(counts) + 1] = step.states.save_start
+        batch.states.save_token[: len(step.states.save_token)] = step.states.save_token
+        batch.states.save_slot[: len(step.states.save_slot)] = step.states.save_slot
+        graph.replay(tokens=total, outputs=1, requests=len(counts))
+        assert torch.equal(graph.result[:total], expected)
+        assert torch.equal(state, fresh)
+
+
+@pytest.mark.parametrize("case", [delta(), space(), conv(1100, 4)], ids=lambda case: case.name)
+def test_threads_change_no_bit(case: Operator) -> None:
+    """Heads are divided where threads are more than they are, and channels and tokens are."""
+    inputs, found = case.inputs(150, 40), []
+    for threads in (1, 2, 7):
+        opened = Ops("cpu", num_threads=threads, backends=["cpu"])
+        state = case.slots()
+        rows = [Row(inputs, -1, [(77, 3), (150, 4)]), Row(part(inputs, 0, 9), -1, [(9, 5)])]
+        found.append((torch.cat(case.step(opened, state, rows)), state))
+        opened.close()
+    for out, state in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(state, found[0][1])
+
+
+def test_the_levels_with_a_fused_multiply_add_agree_about_delta_rules() -> None:
+    """Columns are vectors or parts of them: only the sums that make unit keys have another order,
+    and here they are given."""
+    from sdk.kernels.cpu import levels, open_backend
+
+    case = delta(2, 4, 24, 48, eps=None)
+    inputs, found = case.inputs(20, 41), []
+    for level in levels()[1:]:
+        opened = Ops("cpu", num_threads=1, backends=["cpu"])
+        opened.close()
+        opened.context.backends[:] = [open_backend("cpu", 1, level)]
+        found.append(case.plain(opened, inputs))
+        opened.close()
+    for out, states in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(states, found[0][1])
 
 
 # ---- against transformers ------------------------------------------------------------------------

@@ -33,6 +33,13 @@ from tests.models.conftest import (
     prompt,
     tiny,
 )
+from tests.models.test_model_architectures import ARCHITECTURES
+
+#: Models with recurrent layers.
+HYBRIDS = (
+    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
+    "mamba2",
+)
 
 Load = Callable[..., Any]
 #: Those that transformers has a class for.
@@ -126,6 +133,9 @@ BASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_rope_theta": [3000.0, 0, 3000.0, 77.0],
     },
+    **{name: ARCHITECTURES[name] for name in HYBRIDS},
+    "falcon_h1": ARCHITECTURES["falcon_h1-norm-first"],
+    "olmo_hybrid": ARCHITECTURES["olmo_hybrid-rotated"],
     "laguna": {
         **_EXPERTS,
         **_WINDOWED,
@@ -222,8 +232,8 @@ def test_every_key_that_transformers_reads_is_accounted_for(model_type: str) -> 
     if model_type not in CAUSAL or towers:  # a tower's code reads a config of its own
         texts = [one for name, one in vars(modeling).items() if "Text" in name]
         code = "".join(inspect.getsource(one) for one in texts if inspect.isclass(one))
-    read = set(re.findall(r"\bconfig\.([a-z_0-9]+)", code))
-    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_0-9]+)\"", code))
+    read = set(re.findall(r"\bconfig\.([A-Za-z_0-9]+)", code))
+    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([A-Za-z_0-9]+)\"", code))
     missing = (fields | read) - known_keys(OURS[model_type]) - _MEMBERS
     assert missing == set(), f"{model_type}: read by transformers {transformers.__version__}"
 
@@ -236,8 +246,8 @@ def test_the_keys_that_masks_and_rotations_read_are_accounted_for() -> None:
     known |= {"standardize_rope_params", "json"}
     for module in (masking_utils, modeling_rope_utils):
         code = inspect.getsource(module)
-        read = set(re.findall(r"\bconfig\.([a-z_0-9]+)", code))
-        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_0-9]+)\"", code))
+        read = set(re.findall(r"\bconfig\.([A-Za-z_0-9]+)", code))
+        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([A-Za-z_0-9]+)\"", code))
         everything = known | set().union(*map(known_keys, OURS.values()))
         assert read - everything == set()
 

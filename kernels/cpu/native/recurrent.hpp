@@ -113,6 +113,7 @@ struct DeltaChunk {
     float *k, *q, *decay, *seen;  // [kDeltaTokens][key_dim]; without by_row decay is [kDeltaTokens]
     float* block;                 // [key_dim][kDeltaColumns]
     int64_t head, first, count;
+    const float* ahead;  // the state that the thread reads next; null: unknown
 };
 
 static void prepare_delta(const DeltaArgs* a, DeltaChunk* chunk) {
@@ -147,9 +148,13 @@ struct Rows {
     int64_t step;
 };
 
-// One token of W vectors of columns: `from` becomes `to`. `seen`: the products of its key, then, unless it is
-// the LAST of its chunk, of the next one.
-template <typename V, int W, bool BY_ROW, bool LAST>
+// What of a chunk's tokens one is. The second pass over the state of an ONLY one, which reads what the first
+// has read, prefetches the next head's state: else memory would wait.
+enum DeltaPlace { kBefore = 0, kLast = 1, kOnly = 2 };
+
+// One token of W vectors of columns: `from` becomes `to`. `seen`: the products of its key, then, if another
+// token follows, of that one's.
+template <typename V, int W, bool BY_ROW, int PLACE>
 INLINE void delta_token(const DeltaArgs* a, const DeltaChunk* chunk, int64_t t, Rows from, Rows to, V* seen,
                         int64_t column) {
     const int64_t dim = a->key_dim, token = chunk->first + t, lanes = sizeof(V) / sizeof(float);
@@ -168,21 +173,22 @@ INLINE void delta_token(const DeltaArgs* a, const DeltaChunk* chunk, int64_t t, 
     for (int64_t i = 0; i < dim; ++i) {
         if (BY_ROW) factor = every(decay[i], V());
         const V key = every(k[i], V()), query = every(q[i], V());
-        const V later = LAST ? query : every(next[i], V());
+        const V later = PLACE == kBefore ? every(next[i], V()) : query;
         for (int w = 0; w < W; ++w) {
             V s = load_lanes(from.data + i * from.step + w * lanes, V());
             s = plus_product(key, change[w], times(factor, s));
             store_lanes(to.data + i * to.step + w * lanes, s);
             out[w] = plus_product(query, s, out[w]);
-            if (!LAST) seen[w] = plus_product(later, s, seen[w]);
+            if (PLACE == kBefore) seen[w] = plus_product(later, s, seen[w]);
+            if (PLACE == kOnly && chunk->ahead) prefetch(chunk->ahead + i * from.step + column + w * lanes);
         }
     }
     float* result = a->out + (token * a->heads + chunk->head) * a->value_dim + column;
     for (int w = 0; w < W; ++w) store_lanes(result + w * lanes, out[w]);
 }
 
-// All tokens of a chunk for W vectors of columns.
-template <typename V, int W, bool BY_ROW>
+// All tokens of a chunk, or its only ONE, for W vectors of columns.
+template <typename V, int W, bool BY_ROW, bool ONE = false>
 static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const float* from, float* to,
                           int64_t column) {
     const int64_t dim = a->key_dim, lanes = sizeof(V) / sizeof(float);
@@ -196,9 +202,10 @@ static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const flo
             seen[w] = plus_product(key, load_lanes(before.data + i * before.step + w * lanes, V()), seen[w]);
     }
     const int64_t last = chunk->count - 1;
+    if (ONE) return delta_token<V, W, BY_ROW, kOnly>(a, chunk, 0, before, after, seen, column);
     for (int64_t t = 0; t < last; ++t)
-        delta_token<V, W, BY_ROW, false>(a, chunk, t, t ? block : before, block, seen, column);
-    delta_token<V, W, BY_ROW, true>(a, chunk, last, last ? block : before, after, seen, column);
+        delta_token<V, W, BY_ROW, kBefore>(a, chunk, t, t ? block : before, block, seen, column);
+    delta_token<V, W, BY_ROW, kLast>(a, chunk, last, last ? block : before, after, seen, column);
 }
 
 // Vectors of columns that stay in registers: three for each (what a token changes, its result, the next one's
@@ -217,7 +224,7 @@ static void delta_chunk(const DeltaArgs* a, const DeltaChunk* chunk, const float
     int64_t column = begin;
     if (chunk->count == 1)
         for (; column + kDeltaWide * kLanes <= end; column += kDeltaWide * kLanes)
-            delta_columns<VF, kDeltaWide, BY_ROW>(a, chunk, from, to, column);
+            delta_columns<VF, kDeltaWide, BY_ROW, true>(a, chunk, from, to, column);
     for (; column + kDeltaVectors * kLanes <= end; column += kDeltaVectors * kLanes)
         delta_columns<VF, kDeltaVectors, BY_ROW>(a, chunk, from, to, column);
     for (; column + kLanes <= end; column += kLanes)
@@ -225,11 +232,18 @@ static void delta_chunk(const DeltaArgs* a, const DeltaChunk* chunk, const float
     for (; column < end; ++column) delta_columns<float, 1, BY_ROW>(a, chunk, from, to, column);
 }
 
+// The state with which an item begins; null: zeros.
+static const float* next_state(const DeltaArgs* a, int64_t item) {
+    const int64_t slot = a->rows.initial[item / a->heads];
+    if (slot < 0 || slot >= a->rows.slots) return nullptr;  // that of a request without tokens may be anything
+    return a->rows.state + slot * a->rows.slot_step + item % a->heads * a->key_dim * a->value_dim;
+}
+
 static void delta(const DeltaArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
     const int64_t dim = a->key_dim, width = a->value_dim, prepared = kDeltaTokens * dim;
     float* memory = (float*)scratch;
     DeltaChunk chunk = {memory, memory + prepared, memory + 2 * prepared, memory + 3 * prepared,
-                        memory + 4 * prepared, 0, 0, 0};
+                        memory + 4 * prepared, 0, 0, 0, nullptr};
     float* spare = chunk.block + dim * kDeltaColumns;
     const int64_t parts = (width + kDeltaColumns - 1) / kDeltaColumns;
     for (int64_t item = begin; item < end; ++item) {
@@ -244,6 +258,7 @@ static void delta(const DeltaArgs* a, int64_t begin, int64_t end, uint8_t* scrat
             clear(walk.spare + first, dim, last - first, width);
             walk.from = walk.spare;
         }
+        chunk.ahead = item + 1 < end && a->splits == 1 ? next_state(a, item + 1) : nullptr;
         while (walk.at < walk.end) {
             chunk.first = walk.at;
             chunk.count = next_chunk(&walk);
@@ -276,8 +291,11 @@ static void prepare_space(const SpaceArgs* a, SpaceChunk* chunk) {
     }
 }
 
-// All tokens of a chunk for R rows of a state.
-template <int R>
+static_assert(kSpaceRows == 4, "the sums of four rows are reduced together");
+enum { kSpaceAhead = 2048 };  // floats between what is prefetched and what is read
+
+// All tokens of a chunk, or its only ONE, for R rows of a state.
+template <int R, bool ONE>
 static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float* from, float* to,
                        int64_t row) {
     const int64_t size = a->size, body = size / kLanes * kLanes;
@@ -296,12 +314,14 @@ static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float*
             const VF in = load(b + n), read = load(c + n);
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * size + n;
+                if (ONE) prefetch(from + at + kSpaceAhead);
                 const VF s = fma(set1(change[r]), in, mul(set1(decay), load(from + at)));
                 store(to + at, s);
                 sums[r] = fma(s, read, sums[r]);
             }
         }
-        for (int r = 0; r < R; ++r) total[r] = reduce_add(sums[r]);
+        if (R == 4) reduce_four(sums, total);
+        else total[0] = reduce_add(sums[0]);
         for (int64_t n = body; n < size; ++n)
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * size + n;
@@ -336,9 +356,11 @@ static void space(const SpaceArgs* a, int64_t begin, int64_t end, uint8_t* scrat
             chunk.count = next_chunk(&walk);
             prepare_space(a, &chunk);
             int64_t row = first;
-            for (; row + kSpaceRows <= last; row += kSpaceRows)
-                space_rows<kSpaceRows>(a, &chunk, walk.from, walk.to, row);
-            for (; row < last; ++row) space_rows<1>(a, &chunk, walk.from, walk.to, row);
+            for (; row + kSpaceRows <= last; row += kSpaceRows) {
+                if (chunk.count == 1) space_rows<kSpaceRows, true>(a, &chunk, walk.from, walk.to, row);
+                else space_rows<kSpaceRows, false>(a, &chunk, walk.from, walk.to, row);
+            }
+            for (; row < last; ++row) space_rows<1, false>(a, &chunk, walk.from, walk.to, row);
             end_chunk(&walk, chunk.count, first * size, 1, (last - first) * size, 0);
         }
     }

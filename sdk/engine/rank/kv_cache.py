@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
 
 from sdk.api.errors import RequestError
 from sdk.engine.plan import Copy, Duplicate, Frames, Swap
@@ -40,7 +39,7 @@ def kv_spec(
     The layers of a model that is not causal share the pages of one: keys and values are read in the
     step that writes them, because a text runs in one step.
 
-    :raises RequestError: a layer to skip does not exist in the model.
+    :raises RequestError: ``dtype`` does not suit the model.
     """
     caches = config.rank_caches(ranks) if config.causal else config.caches[:1]
     caches = tuple(
@@ -70,11 +69,17 @@ def _is_plain(cache: Cache, kv_heads: int, head_dim: int) -> bool:
 def _dtype_of_caches(config: ModelConfig, dtype: str) -> str:
     """The types with the caches to skip in place of the layers.
 
-    :raises RequestError: a layer to skip does not exist in the model.
+    :raises RequestError: a layer to skip does not exist in the model; latents, which are keys and
+        values in one, would have two types, or tiers.
     """
-    if ">" in dtype:
+    types = None if ">" in dtype else KVTypes.parse(dtype)
+    if config.latent is not None and (types is None or types.k != types.v):
+        raise RequestError(
+            f"kv_cache_dtype: {dtype!r}: expected one type: {config.model_type} keeps one vector "
+            "for each token, which is key and value (latent attention)"
+        )
+    if types is None:
         return dtype
-    types = KVTypes.parse(dtype)
     for layer in types.skip_layers:
         if layer >= config.num_layers:
             raise RequestError(
