@@ -31,6 +31,7 @@ from torch import Tensor
 
 from sdk.kernels.answer_pages import attend, find_places, latent_rope, rope
 from sdk.kernels.answer_place import PRODUCT, Case, Found, Place, empty_routes, routes_on
+from sdk.kernels.answer_states import STATE_CASES
 from sdk.kernels.backend import Problem
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.mlp_activations import NUMBERS
@@ -338,4 +339,5 @@ CASES: dict[str, Case] = {
     "combine": _combine,
     "low_rank": _low_rank,
     "sample": _sample,
+    **STATE_CASES,
 }

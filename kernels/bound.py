@@ -159,8 +159,8 @@ class BoundHeads:
     context: Context
 
     def matmul(self, x: Tensor, out: Tensor) -> Tensor:
-        """``out[t, h] = x[t, h] @ w[h].T``: x ``[T, H, K]``, out ``[T, H, N]``, both may be parts of
-        wider heads; returns out."""
+        """``out[t, h] = x[t, h] @ w[h].T`` of x ``[T, H, K]`` into out ``[T, H, N]``, both of which
+        may be parts of wider heads; returns out."""
         first, short = self.heads[0], self.context.activations
         tokens, count = x.shape[0], len(self.heads)
         expect_floats("heads x", x, short, tokens, count, first.shape[1])

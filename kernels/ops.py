@@ -46,10 +46,10 @@ from sdk.kernels.self_check import SelfCheck
 from sdk.kernels.state_ops import StateOps
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent")
+_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked")
 _ATTENTION = {
-    has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
-    for has in product((False, True), repeat=len(_ATTENTION_WORDS))
+    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_HAS))
 }
 
 
@@ -476,9 +476,9 @@ class Ops:
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
-        q ``[T, heads, head_dim]``, k ``[T, kv_heads, head_dim]``, v the same with the pages'
-        ``value_dim``; rows may be strided views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
-        each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        q ``[T, heads, head_dim]``, k ``[T, kv_heads, head_dim]``, v the same with ``value_dim``;
+        rows may be strided views of one fused projection; cos and sin ``[T, rotary_dim / 2]``
+        (halves rotate against each other; dimensions beyond ``rotary_dim`` pass through).
         Without key/value heads queries alone turn: of a layer that reads the pages of another one.
         ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
         q may be overwritten.
@@ -524,12 +524,14 @@ class Ops:
         causal: bool = True,
         biases: Tensor | None = None,
         latent: int = 0,
+        chunked: bool = False,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * value_dim]``.
         ``latent``: the ``value_dim`` of latent pages, whose values are parts of keys.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
-        if attention is not ``causal``, as many after it too, of those in the pages.
+        if attention is not ``causal``, as many after it too, of those in the pages. If windows are
+        ``chunked`` it sees the tokens from the last multiple of the window on (Llama 4).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
@@ -538,10 +540,9 @@ class Ops:
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
-        if sinks is not None:
-            expect("attention sinks", sinks, torch.float32, q.shape[1])
-        if slopes is not None:
-            expect("attention slopes", slopes, torch.float32, q.shape[1])
+        for name, x in (("sinks", sinks), ("slopes", slopes)):
+            if x is not None:
+                expect(f"attention {name}", x, torch.float32, q.shape[1])
         if biases is not None:
             expect_biases(biases, q.shape[1])
         tokens, heads, head_dim = q.shape
@@ -556,20 +557,15 @@ class Ops:
         out = self.empty(tokens, heads * (latent or pages.value_dim), dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
-            like = (q, pages, scale, *given, self.shares_keys, causal)
-            has = (
-                *(one is not None for one in given),
-                not causal,
-                biases is not None,
-                pages.latent,
-            )
+            like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
+            others = (not causal, biases is not None, pages.latent, chunked)
+            has = *(x is not None for x in given), *others
             fields = pages.problem(latent)
             kernel = self._kernel("attention", like, **fields, format=_ATTENTION[has])
-
-            group = batch.group
+            group, rest = batch.group, (causal, biases, chunked)
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch.of_group(group), scale, *given, out, causal, biases)
+                kernel.run(q, pages, batch.of_group(group), scale, *given, out, *rest)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

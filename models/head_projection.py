@@ -42,7 +42,7 @@ class HeadProjection:
         return Matrix(self.weight, None)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Of x ``[T, heads, in]`` into out ``[T, heads, out]``, both may be parts of wider heads."""
+        """x ``[T, heads, in]`` into out ``[T, heads, out]``; both may be parts of wider heads."""
         return self.weight.matmul_heads(x, out)
 
 

@@ -83,7 +83,7 @@ def latent_scale(fields: Fields, spec: LatentSpec) -> float:
     """What multiplies scores: YaRN's ``mscale_all_dim`` makes it larger."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = type(fields)(fields.mapping(key), f"config: {key}")
-    scale = spec.query**-0.5
+    scale = float(spec.query**-0.5)
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     every = rope.optional_positive("mscale_all_dim")
     if kind == "default" or not every:

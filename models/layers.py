@@ -19,6 +19,7 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head import Head
 from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
@@ -26,6 +27,8 @@ from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
+from sdk.quant.stored import StoredWeight
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -186,28 +189,6 @@ class Embedding:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
         x = self.ops.scale(x, self.scale)
         return x if self.norm is None else self.ops.norm(x, self.norm)
-
-
-class Head:
-    """Hidden states to logits over the whole vocabulary."""
-
-    def __init__(self, linear: Projection, config: ModelConfig) -> None:
-        self.linear = linear
-        self.vocab_size = config.vocab_size
-        self.scale = config.logits_scale
-        self.softcap = config.final_softcap
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
-        mesh = self.linear.mesh
-        logits = self.linear(hidden, out)
-        if mesh.group is not None:
-            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
-            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
-        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
-        if self.softcap is not None:
-            logits = self.linear.ops.softcap(logits, self.softcap)
-        return logits
 
 
 class Source:
@@ -585,12 +566,15 @@ class Source:
         return found
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, width]`` (default: features
-        of embeddings); all ranks have all of them."""
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, which all ranks have.
+        ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
+        of embeddings."""
 
         def pull() -> Matrix:
             shape = (first + rows, width or self.config.embedding_width)
             weight = self.pull(path, shape)
+            if width and isinstance(weight, UnreadWeight) and weight.stored is not None:
+                return Matrix(StoredWeight(weight.stored, weight), None)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

@@ -24,29 +24,60 @@ from transformers.masking_utils import create_causal_mask
 from tests.gguf_models import F32, U32, gguf_of, save_gguf
 
 VOCAB, HIDDEN, LAYERS = 448, 64, 2
-#: Without the shapes of experts, which differ between models.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 128,
-    "moe_intermediate_size": 32,
     "num_hidden_layers": LAYERS + 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 512,
-    "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-5,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+#: A gated delta net before attention.
+DELTAS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 KINDS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {"n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True},
-    "hy_v3": {"num_experts": 4, "num_shared_experts": 1},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True},
+    "hy_v3": {**EXPERTS, "num_experts": 4, "num_shared_experts": 1},
+    "deepseek_v3": {
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **DELTAS,
+    },
+    "qwen3_5_text": DELTAS,
     "exaone_moe": {
+        **EXPERTS,
         "num_experts": 4,
         "num_shared_experts": 1,
         "sliding_window": 24,
@@ -54,6 +85,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "dense"],
     },
 }
+#: Folders that have the block beside the model, and those whose norms are stored minus 1.
+APART = ("exaone_moe", "qwen3_next", "qwen3_5_text")
+MINUS_ONE = ("qwen3_next", "qwen3_5_text")
 #: The names of the parts beside the layer, ours and those of folders that put them beside.
 BESIDE = {
     "eh_proj": "fc",
@@ -88,7 +122,7 @@ def random_model(kind: str = "glm4_moe") -> Any:
         embedding /= embedding.square().mean(1, keepdim=True).sqrt()
         model.lm_head.weight.normal_(0, 0.35)
         for name, weight in model.model.layers[0].named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
                 weight *= 0.02  # so that the last layer of the model reads the embedding
         source = model.model.layers[0 if kind == "exaone_moe" else LAYERS - 1]
         model.model.layers[LAYERS].load_state_dict(source.state_dict())
@@ -98,12 +132,13 @@ def random_model(kind: str = "glm4_moe") -> Any:
 def parts_of(model: Any) -> dict[str, Tensor]:
     """What the block has beside its layer; its norms are not exactly the model's."""
     torch.manual_seed(3)
+    final = model.model.norm.weight.detach() + (model.config.model_type in MINUS_ONE)
     straight = torch.cat([torch.eye(HIDDEN), 0.02 * torch.randn(HIDDEN, HIDDEN)], dim=1)
     norms = {name: 1 + 0.02 * torch.randn(HIDDEN) for name in ("enorm", "hnorm")}
     return {
         "eh_proj.weight": straight,
         **{f"{name}.weight": values for name, values in norms.items()},
-        "shared_head.norm.weight": model.model.norm.weight.detach() + 0.02 * torch.randn(HIDDEN),
+        "shared_head.norm.weight": final + 0.02 * torch.randn(HIDDEN),
     }
 
 
@@ -118,7 +153,9 @@ def write_folder(folder: Path, model: Any, parts: dict[str, Tensor], *, beside: 
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     tensors = load_file(folder / "model.safetensors")
     block = f"model.layers.{LAYERS}."
-    tensors |= {block + name: values.contiguous() for name, values in parts.items()}
+    minus_one = model.config.model_type in MINUS_ONE
+    for name, values in parts.items():
+        tensors[block + name] = values - 1 if minus_one and "norm" in name else values.contiguous()
     if model.config.model_type == "hy_v3":
         norm = "shared_head.norm.weight"
         tensors[f"{block}final_layernorm.weight"] = tensors.pop(block + norm)
@@ -167,7 +204,7 @@ def write_next_token(
     """The tiny model; ``tokenizer``: a folder with one for as many tokens."""
     model = random_model(kind)
     parts = parts_of(model)
-    path = write_folder(folder / "model", model, parts, beside=kind == "exaone_moe")
+    path = write_folder(folder / "model", model, parts, beside=kind in APART)
     for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
         shutil.copy(tokenizer / name, path)
     gguf = write_gguf(folder / "m.gguf", model, parts) if kind == "glm4_moe" else None
@@ -180,10 +217,12 @@ def _run(model: Any, layers: Sequence[Any], x: Tensor) -> Tensor:
     x = x[None]
     turns = model.model.rotary_emb(x, position_ids=positions)
     for layer in layers:
-        own = layer.self_attn
+        own = getattr(layer, "self_attn", None)
         window = own.sliding_window if getattr(own, "is_sliding", False) else None
         mask = create_causal_mask(model.config, x, None, None, positions)
-        if window:
+        if own is None:  # a delta net
+            mask = None
+        elif window:
             far = (positions[0][:, None] - positions[0]) >= window
             mask = (torch.zeros(1, 1, *far.shape) if mask is None else mask).masked_fill(far, -1e30)
         x = layer(

@@ -35,7 +35,8 @@ def mixed(x: Tensor, also: int = 0) -> Tensor:
 def encode(
     x: Tensor, kind: KVType, groups: int, *, mix: bool, also: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """``also``: see :func:`mixed`. Float32 ``x [..., d]`` as elements of a page and scales ``[..., groups]``.
+    """Float32 ``x [..., d]`` as elements of a page and scales ``[..., groups]``. ``also``: see
+    :func:`mixed`.
 
     Values that become codes or are mixed saturate at ±``HALF_MAX``: inf would become NaN.
     """
@@ -44,9 +45,11 @@ def encode(
     return kind.encode(mixed(x, also) if mix else x, groups)
 
 
-def page_floats(pages: KVPages, index: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+def page_floats(
+    pages: KVPages, index: Tensor, value_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys and values of these pages, float32 ``[n, kv_heads, page_size, head_dim]`` and the same
-    with ``value_dim``."""
+    with ``value_dim`` (default: the pages' own; latent pages have none)."""
     found = []
     sides = [(pages.k, pages.k_scale, pages.k_type), (pages.v, pages.v_scale, pages.v_type)]
     for x, scale, kind in sides[: 1 if pages.latent else 2]:

@@ -28,9 +28,7 @@ class RecodePage:
         return run
 
     def _run(self, source: KVPages, index: int, target: KVPages, at: int) -> None:
-        floats = page_floats(
-            source, torch.tensor([index], device=source.k.device), source.value_dim
-        )
+        floats = page_floats(source, torch.tensor([index], device=source.k.device))
         sides = (
             (target.k, target.k_scale, target.k_type),
             (target.v, target.v_scale, target.v_type),

@@ -46,7 +46,12 @@ ARCHITECTURE = Architecture(
             *("topk_method", "num_nextn_predict_layers", "qk_head_dim", "ep_size", "seq_aux"),
             *("aux_loss_alpha", "moe_layer_freq"),
         ),
-        defaults={"norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        defaults={
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "rms_norm_eps": 1e-6,
+        },
         fixed={
             "scoring_func": "softmax",
             "norm_topk_prob": False,

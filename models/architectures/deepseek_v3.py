@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    NextTokenRules,
+)
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
 from sdk.models.latent_config import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
 from sdk.quant.errors import UnsupportedError
@@ -63,6 +70,7 @@ ARCHITECTURE = Architecture(
             "n_shared_experts": 1,
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
+            "rms_norm_eps": 1e-6,
         },
         fixed={"scoring_func": "sigmoid"},
         expert_width="moe_intermediate_size",
@@ -78,4 +86,5 @@ ARCHITECTURE = Architecture(
             yarn_log_multiplier=True,
         ),
     ),
+    next_token=NextTokenRules(),
 )

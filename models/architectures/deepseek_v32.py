@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    NextTokenRules,
+)
 from sdk.models.architectures.deepseek_v3 import GGUF_KEYS, IGNORED
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
 from sdk.models.latent_config import LATENT_KEYS, latent_of, read_latent
@@ -56,6 +63,7 @@ INDEXED = ConfigRules(
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-6,
         "index_topk": 2048,
     },
     fixed={"scoring_func": "sigmoid", "rope_interleave": True},
@@ -77,4 +85,5 @@ ARCHITECTURE = Architecture(
             yarn_log_multiplier=True,
         ),
     ),
+    next_token=NextTokenRules(),
 )

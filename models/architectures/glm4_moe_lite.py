@@ -6,7 +6,7 @@ transformers' modeling_glm4_moe_lite.py. GGUF files call themselves ``deepseek2`
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, LayerRules
+from sdk.models.architecture import Architecture, ConfigRules, LayerRules, NextTokenRules
 from sdk.models.architectures.deepseek_v3 import IGNORED
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
 from sdk.models.latent_config import LATENT_KEYS, latent_of
@@ -22,4 +22,5 @@ ARCHITECTURE = Architecture(
         expert_width="moe_intermediate_size",
         latent=latent_of,
     ),
+    next_token=NextTokenRules(),
 )

@@ -6,7 +6,7 @@ that are longer than what the indexer chooses.
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, GgufRules, LayerRules
+from sdk.models.architecture import Architecture, GgufRules, LayerRules, NextTokenRules
 from sdk.models.architectures.deepseek_v32 import INDEXED, INDEXER_KEYS, read_indexed
 from sdk.models.architectures.glm4_moe import V3_ROUTE
 
@@ -25,4 +25,5 @@ ARCHITECTURE = Architecture(
             yarn_log_multiplier=True,
         ),
     ),
+    next_token=NextTokenRules(),
 )

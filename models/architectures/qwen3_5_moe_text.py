@@ -5,7 +5,7 @@ transformers' modeling_qwen3_5_moe.py.
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules, NextTokenRules
 from sdk.models.architectures.qwen2_vl_text import MEDIA_KEYS
 from sdk.models.architectures.qwen3_5_text import read_tiled
 from sdk.models.architectures.qwen3_next import (
@@ -38,4 +38,5 @@ ARCHITECTURE = Architecture(
     ),
     tensors=TENSORS,
     more_gguf=(GgufRules("qwen35moe", tensors=GGUF_TENSORS, read=read_tiled, keys=GGUF_KEYS),),
+    next_token=NextTokenRules(),
 )

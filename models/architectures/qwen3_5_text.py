@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, NextTokenRules
 from sdk.models.architectures.qwen2_vl_text import MEDIA_KEYS
 from sdk.models.architectures.qwen3_next import (
     DEFAULTS,
@@ -46,4 +46,5 @@ ARCHITECTURE = Architecture(
     ),
     tensors=TENSORS,
     more_gguf=(GgufRules("qwen35", tensors=GGUF_TENSORS, read=read_tiled, keys=GGUF_KEYS),),
+    next_token=NextTokenRules(),
 )

@@ -16,6 +16,7 @@ from sdk.models.architecture import (
     GgufKeys,
     GgufRules,
     LayerRules,
+    NextTokenRules,
     OutputGate,
     TensorRules,
 )
@@ -145,4 +146,5 @@ ARCHITECTURE = Architecture(
             keys=GGUF_KEYS,
         ),
     ),
+    next_token=NextTokenRules(),
 )

@@ -19,7 +19,7 @@ ARCHITECTURE = Architecture(
     config=ConfigRules(
         keys=LATENT_KEYS,
         ignored=("qk_head_dim", "embedding_initializer_range"),
-        defaults={"tie_word_embeddings": True},
+        defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
         latent=latent_of,
     ),
     more_gguf=(

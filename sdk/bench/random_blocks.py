@@ -144,9 +144,9 @@ class Blocks:
         if tensor.part == "decays":
             return -draw.uniform(1, 16, shape)
         if tensor.part == "steps":  # of which softplus makes 0.001 to 0.1, evenly by magnitude
-            steps: NDArray[np.float64] = np.exp(draw.uniform(np.log(1e-3), np.log(0.1), shape))
-            return np.log(np.expm1(steps)).astype(np.float32)
-        return draw.standard_normal(shape) * shape[-1] ** -0.5
+            steps = np.exp(draw.uniform(np.log(1e-3), np.log(0.1), shape))
+            return np.asarray(np.log(np.expm1(steps)))
+        return draw.standard_normal(shape) / math.sqrt(shape[-1])
 
     def _bank(self, kind: str, columns: int) -> NDArray[np.uint8]:
         """Blocks ``[n, bytes]`` of normal numbers of variance 1 / columns."""

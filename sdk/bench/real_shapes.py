@@ -18,8 +18,8 @@ _MIXTURE = "q4_k_m"
 
 
 class Tensor(NamedTuple):
-    """``part``: its name in the mixture of types, or how its float32 values are made: ``ones``,
-    ``normal`` (as a matrix), ``taps``, ``decays``, ``steps``, ``rope``."""
+    """``part``: its name in the mixture of types, ``f16``, or how its float32 values are made: a
+    word of :data:`VALUES`."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,9 @@ class Tensor(NamedTuple):
         return tensor_type(_MIXTURE, self.part, self.at, self.of, self.shape[-1])
 
 
-#: Kinds of float32 values.
+#: Kinds of float32 values. ``normal``: with the variance of a matrix; ``taps``: the same, of a
+#: convolution; ``decays``: -16 to -1; ``steps``: biases of the steps of a recurrence; ``rope``:
+#: factors of frequencies.
 VALUES = ("ones", "normal", "taps", "decays", "steps", "rope")
 
 

@@ -12,7 +12,6 @@ from sdk.kernels.lazy_torch import torch
 from sdk.models.architecture import architecture, architectures
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import LAYER, HeadConfig
-from sdk.quant.caches import AttentionCache
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
 
@@ -99,8 +98,7 @@ def next_token_head(checkpoint: Checkpoint, target: ModelConfig) -> HeadConfig:
 def _full_attention(target: ModelConfig) -> int:
     """The first layer that attends to all tokens."""
     for layer in range(target.num_layers):
-        found = [target.caches[cache] for cache in target.caches_of(layer)]
-        if len(found) == 1 and isinstance(found[0], AttentionCache) and found[0].window is None:
+        if target.blocks_of(layer).attention and target.sliding_windows[layer] is None:
             return layer
     raise UnsupportedError(
         f"speculative_config: method 'mtp': expected a {target.model_type} model with a layer that "

@@ -152,7 +152,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def check_layer_inputs(config: EngineConfig, model: ModelConfig) -> None:
-    """:raises RequestError: embeddings in place of tokens, where layers look tokens up themselves."""
+    """:raises RequestError: embeddings in place of tokens that layers look up themselves."""
     if model.layer_inputs and config.enable_prompt_embeds:
         raise RequestError(
             "enable_prompt_embeds: expected False, found True: every layer of this model ("

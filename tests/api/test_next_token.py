@@ -6,6 +6,7 @@ stay the same is tested with all methods, in test_speculation.py.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdk import LLM, RequestError, SamplingParams, UnsupportedError
+from sdk import LLM, RequestError, SamplingParams, UnsupportedError, quantize
 from sdk.api.speculative_config import speculative_config
 from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.open import open_checkpoint
@@ -26,6 +27,7 @@ from tests.api.test_drafting_heads import Drawn, answers, rate
 from tests.drafting_heads import PROMPTS, one_thread
 from tests.next_token import (
     HIDDEN,
+    KINDS,
     LAYERS,
     VOCAB,
     NextToken,
@@ -60,7 +62,9 @@ def checked(drawn: Drawn, tiny: NextToken) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf", "exaone_moe", "hy_v3"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "gguf", *(kind for kind in KINDS if kind != "glm4_moe")]
+)
 def test_logits_of_drafts_are_those_of_the_published_block(
     tiny_next_token: NextToken, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +104,43 @@ def test_drafts_are_accepted_and_counted(tiny_next_token: NextToken) -> None:
         )
         assert not any("unused" in line for line in lines)
     assert found[0]["num_accepted_tokens"] == found[1]["num_accepted_tokens"]
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "short steps": {"max_num_batched_tokens": 16},
+    "operator by operator": {"enforce_eager": True},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_states_and_latents_are_as_without_drafts(tmp_path: Path, kind: str, steps: str) -> None:
+    """Most drafts of a warm request are wrong: the states of the delta nets roll back."""
+    path, options = write_next_token(tmp_path, kind).folder, STEPS[steps]
+    params = [GREEDY, GREEDY.clone(temperature=0.9, top_p=0.9, seed=3)]
+    with opened(path, **options, speculative_config=None) as llm:
+        plain = [answers(llm, PROMPTS, each) for each in params]
+    with opened(path, **options) as llm:
+        for _ in range(2):  # again after prefix hits
+            assert [answers(llm, PROMPTS, each) for each in params] == plain
+        metrics = llm.get_metrics()
+    assert 0 < metrics["num_accepted_tokens"] < metrics["num_draft_tokens"]
+
+
+@pytest.mark.slow
+def test_states_come_back_after_preemptions(tmp_path: Path) -> None:
+    path, params = write_next_token(tmp_path, "qwen3_next").folder, GREEDY.clone(max_tokens=60)
+    with opened(path, speculative_config=None) as llm:
+        plain = answers(llm, PROMPTS, params)
+    made = LLM.plan(path, max_model_len=128, max_num_seqs=6, speculative_config=DRAFTS)
+    few = {"kv_cache_memory_bytes": made.kv_cache_bytes_of(12)}
+    with opened(path, max_model_len=128, **few) as llm:
+        assert answers(llm, PROMPTS, params) == plain
+        metrics = llm.get_metrics()
+    assert metrics["num_preemptions"] > 0 < metrics["num_accepted_tokens"]
 
 
 @pytest.mark.slow
@@ -255,6 +296,37 @@ def test_a_block_of_float8_weights_drafts(tiny_next_token: NextToken, tmp_path: 
         assert answers(llm, PROMPTS, GREEDY) == plain
         specs = block_specs(llm)
     assert any("fp8" in spec or "f8" in spec for spec in specs.values())
+
+
+@pytest.mark.parametrize("scheme", ["rtn-w4g32", "fp8"])
+def test_a_block_in_packed_files_drafts(
+    tiny_next_token: NextToken, tmp_path: Path, scheme: str
+) -> None:
+    """The quantizer packs all layers of a model that has the block for its last one."""
+    whole = rewritten(
+        tiny_next_token, tmp_path / "whole", without_parts, num_hidden_layers=LAYERS + 1
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_next_token.folder / name, whole)
+    path = quantize(whole, tmp_path / "packed", scheme)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    parts = {f"{BLOCK}.{name}": own for name, own in tiny_next_token.parts.items()}
+    save_file(load_file(path / "model.safetensors") | parts, path / "model.safetensors")
+    with opened(path, speculative_config=None) as llm:
+        plain = answers(llm, PROMPTS, GREEDY)
+    with opened(path) as llm:
+        assert rate(llm, PROMPTS, GREEDY) > 0.4
+        assert answers(llm, PROMPTS, GREEDY) == plain
+        specs, made = block_specs(llm), llm.memory_plan
+    assert not {spec for name, spec in specs.items() if name.endswith("qkv_proj")} & {"f32", "f16"}
+    assert made.drafting_weights < 0.6 * block_bytes(tiny_next_token.folder)
+
+
+def without_parts(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{BLOCK}.")]:
+        if name.endswith(("eh_proj.weight", "enorm.weight", "hnorm.weight", "head.norm.weight")):
+            del tensors[name]
 
 
 def block_specs(llm: LLM) -> dict[str, str]:

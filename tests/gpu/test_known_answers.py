@@ -117,6 +117,17 @@ def norm_of(*shape: int, biased: bool = False, centred: bool = False) -> Norm:
     return Norm(weight, 1e-5, weight.clone() if biased else None, centred)
 
 
+def slots(*shape: int) -> Tensor:
+    return torch.zeros(2, *shape)
+
+
+def delta(
+    decay: Tensor, eps: float | None = 1e-6, *, tiled: bool = False
+) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    like = heads(2, 32), heads(2, 32), heads(4, 24), decay, slots(4, 32, 24), eps, tiled
+    return "gated_delta", like, {"head_dim": 32, "format": "rows" if decay.dim() == 3 else ""}
+
+
 CODES = ActivationScheme("int")
 F32, BF16 = torch.float32, torch.bfloat16
 #: name -> operator, what it will run on, fields of its problem.
@@ -188,6 +199,43 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         {},
     ),
     "sample": lambda: ("sample", (rows(9000, F32),), {}),
+    "causal_conv": lambda: (
+        "causal_conv",
+        (rows(70), torch.zeros(70, 4), rows(70, F32)[0], slots(3, 70), "silu", None, None),
+        {},
+    ),
+    "causal_conv-gated": lambda: (
+        "causal_conv",
+        (rows(70), torch.zeros(70, 3), None, slots(2, 70), None, rows(70), rows(70)),
+        {"format": "before after"},
+    ),
+    "gated_delta": lambda: delta(slots(4)),
+    "gated_delta-rows": lambda: delta(slots(4, 32), eps=None, tiled=True),
+    "ssd": lambda: (
+        "ssd",
+        (heads(4, 24), heads(2, 32), rows(4, F32)[0], slots(4, 24, 32)),
+        {"head_dim": 32},
+    ),
+    "rates": lambda: (
+        "rates",
+        (rows(70), "softplus", rows(70, F32)[0], rows(7, F32)[0], (0.01, 8.0)),
+        {"format": "softplus"},
+    ),
+    "rates-sigmoid": lambda: (
+        "rates",
+        (rows(70), "sigmoid", None, None, None),
+        {"format": "sigmoid"},
+    ),
+    "gated_norm": lambda: (
+        "gated_norm",
+        (heads(3), heads(3), norm_of(64), "silu", False),
+        {"format": "silu"},
+    ),
+    "gated_norm-first": lambda: (
+        "gated_norm",
+        (heads(3), heads(3), norm_of(3, 64), "silu", True),
+        {"format": "silu first"},
+    ),
 }
 
 

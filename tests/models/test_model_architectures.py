@@ -78,7 +78,42 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 96,
     "final_logit_softcapping": 5.0,
 }
+#: Widths of latent attention, no two of them alike. Classes compute ``head_dim`` from them.
+LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**V3, **LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v2-lite": {
+        **V3,
+        **LATENT,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **V3,
+        **LATENT,
+        "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3-halves": {**V3, **LATENT, "rope_interleave": False},
+    "glm4_moe_lite": {**V3, **LATENT, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    "youtu": LATENT,
+    "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32},
+    "minicpm3-plain": {**LATENT, "q_lora_rank": None, "scale_depth": None, "attention_bias": True},
     "llama": {},
     "llama-biased-tied": {
         "attention_bias": True,
@@ -109,6 +144,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
     },
     "gemma4_unified_text": {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+    "llama4_text": {
+        "num_hidden_layers": 5,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "num_local_experts": 4,
+        "moe_layers": [1, 3],
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 128,
+    },
     "phi3": {"sliding_window": None},
     "phi3-sliding": {"sliding_window": 11},
     "olmo2": {},

@@ -132,6 +132,8 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cohere2_moe": ("cohere2_moe", 4, ARCHITECTURES["cohere2_moe"]),
     "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "laguna": ("laguna", 2, ARCHITECTURES["laguna"]),
+    "latent": ("deepseek_v3", 2, ARCHITECTURES["deepseek_v3"]),
+    "latent-lite": ("deepseek_v2", 4, ARCHITECTURES["deepseek_v2-lite"]),
     **{
         name: (name.split("-")[0], 2, ARCHITECTURES[name])
         for name in (
