@@ -46,10 +46,10 @@ from sdk.kernels.self_check import SelfCheck
 from sdk.kernels.state_ops import StateOps
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent")
+_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked")
 _ATTENTION = {
-    has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
-    for has in product((False, True), repeat=len(_ATTENTION_WORDS))
+    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_HAS))
 }
 
 
@@ -524,12 +524,14 @@ class Ops:
         causal: bool = True,
         biases: Tensor | None = None,
         latent: int = 0,
+        chunked: bool = False,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * value_dim]``.
         ``latent``: the ``value_dim`` of latent pages, whose values are parts of keys.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
-        if attention is not ``causal``, as many after it too, of those in the pages.
+        if attention is not ``causal``, as many after it too, of those in the pages. If windows are
+        ``chunked`` it sees the tokens from the last multiple of the window on (Llama 4).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
@@ -555,15 +557,15 @@ class Ops:
         out = self.empty(tokens, heads * (latent or pages.value_dim), dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
-            like = (q, pages, scale, *given, self.shares_keys, causal)
-            has = *(x is not None for x in given), not causal, biases is not None, pages.latent
+            like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
+            others = (not causal, biases is not None, pages.latent, chunked)
+            has = *(x is not None for x in given), *others
             fields = pages.problem(latent)
             kernel = self._kernel("attention", like, **fields, format=_ATTENTION[has])
-
-            group = batch.group
+            group, rest = batch.group, (causal, biases, chunked)
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch.of_group(group), scale, *given, out, causal, biases)
+                kernel.run(q, pages, batch.of_group(group), scale, *given, out, *rest)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.reference.linear import gather_rows
 from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
 from sdk.loaders.gguf_config import (
     build_config,
@@ -46,6 +47,7 @@ from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
 from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
+from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Weight, weight_of
@@ -106,7 +108,8 @@ class GgufCheckpoint:
         rows = delta_rows(self.config, name)
         whole = expert is not None or factor is not None or self._interleaved(name)
         whole = whole or rows is not None
-        if not whole and _is_large(stored):
+        by_row = name.endswith(LAYER_TABLES)
+        if not whole and (_is_large(stored) or (by_row and _keeps_rows(stored))):
             self._report(stored)
             return self._unread(stored)
         data = self._rows(name, stored, expert)
@@ -114,8 +117,7 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        found = weight_of(layout)
-        return found if rows is None else found.with_rows(rows)
+        return weight_of(layout if rows is None else gather_rows(layout, rows))
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:
@@ -253,7 +255,8 @@ class GgufCheckpoint:
 
         step = max(_PIECE * rows // stored.nbytes // PIECE_ROWS, 1) * PIECE_ROWS
         spec = QuantSpec.parse(stored.type.name.lower())
-        return UnreadWeight(Pieces((rows, columns), read, step), spec)
+        stored_rows = opened.stored_rows(stored.name)
+        return UnreadWeight(Pieces((rows, columns), read, step), spec, stored_rows)
 
     def _interleaved(self, name: str) -> bool:
         """Whether the file has the rows of a tensor in another order."""
@@ -326,5 +329,9 @@ class GgufCheckpoint:
 
 def _is_large(stored: GgufTensor) -> bool:
     """Whether a matrix is worth reading in pieces, and has the rows of the kernels' layout."""
+    return _keeps_rows(stored) and stored.nbytes > _LARGE
+
+
+def _keeps_rows(stored: GgufTensor) -> bool:
     kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
-    return kept and len(stored.shape) == 2 and stored.nbytes > _LARGE
+    return kept and len(stored.shape) == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.stored_rows import StoredRows
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_header import GgufHeader, GgufTensor
 from sdk.loaders.model_file import ModelFile, ReadBlocks
@@ -21,6 +22,7 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
 MAX_SHARDS = 1024
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Bytes of two matrices that are compared at a time.
 _COMPARED = 2**20
 #: Rows of two matrices that are compared where a mistake costs little.
@@ -78,6 +80,21 @@ class GgufFile:
         if not shard.big_endian:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
+
+    def stored_rows(self, name: str) -> StoredRows | None:
+        """Where the rows of a matrix are; ``None`` if kernels cannot read them as they are."""
+        tensor = self.tensors[name]
+        shard, kind = self._shards[tensor.shard], tensor.type.name
+        if shard.big_endian or len(tensor.shape) != 2:
+            return None
+        rows, columns = tensor.shape
+        return StoredRows(
+            (rows, columns),
+            _FLOATS.get(kind, kind.lower()),
+            shard.file.descriptor,
+            tensor.start,
+            tensor.nbytes // rows,
+        )
 
     def leave_out_equal_head(self) -> None:
         """Forget ``output.weight`` if its bits are those of the embedding, as if the file had left

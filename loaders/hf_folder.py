@@ -28,7 +28,14 @@ from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.qkv_rows import stored_rows
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
-from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, alike, same_bytes
+from sdk.loaders.safetensors_reader import (
+    FLOAT_TYPES,
+    SafetensorsFiles,
+    StoredTensor,
+    alike,
+    same_bytes,
+    unread,
+)
 from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import (
     WITHOUT_HEAD,
@@ -40,6 +47,7 @@ from sdk.models.architecture import (
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
@@ -150,6 +158,9 @@ class HfFolder:
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         turned = self._rules.layers_transposed and name.startswith("model.layers.")
+        if name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES:
+            self._report(stored)
+            return unread(stored)
         values = self._read(name, stored, turned=turned)
         self._report(stored)
         return weight_of(Dense(values.t() if turned else values))

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sdk.kernels.layouts import PIECE_ROWS, Dense, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.stored_rows import StoredRows
 from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
 from sdk.loaders.model_file import ModelFile, ReadBlocks
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.spec import QuantSpec
+from sdk.quant.unread import UnreadWeight
 
 logger = logging.getLogger("sdk")
 
@@ -32,6 +36,8 @@ _PIECE = 1 << 20
 #: How many pieces of two tensors are compared, and the bytes of one.
 _SAMPLES, _SAMPLE = 64, 1 << 16
 
+#: Plain floats, and torch's names of them.
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Bits per value and the name of torch's type (None: torch has none that fits) by format name.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "F64": (64, "float64"),
@@ -126,6 +132,22 @@ class SafetensorsFiles:
         """Close the files; tensors already read stay valid. Idempotent."""
         for file in {stored.file for stored in self.tensors.values()}:
             file.close()
+
+
+def unread(stored: StoredTensor) -> UnreadWeight:
+    """A matrix of plain floats that is read when it is bound, or never: its rows may stay there."""
+    rows, columns = stored.shape
+    kind = FLOAT_TYPES[stored.dtype]
+    width = stored.nbytes // rows
+
+    def read(start: int, count: int) -> Layout:
+        data = stored.file.read(stored.start + start * width, count * width)
+        return Dense(torch.from_numpy(data).view(getattr(torch, kind)).reshape(count, columns))
+
+    step = max(_PIECE // width // PIECE_ROWS, 1) * PIECE_ROWS
+    spec = QuantSpec.parse(stored.dtype.lower())
+    where = StoredRows((rows, columns), kind, stored.file.descriptor, stored.start, width)
+    return UnreadWeight(Pieces((rows, columns), read, step), spec, where)
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

@@ -278,6 +278,9 @@ class LayerRules(NamedTuple):
     ``dense``: the name of the MLP of a layer without experts.
     ``recurrent_norms``: the norms of layers with a recurrent mixer, if others than ``norms``.
     ``experts_beside``: see :class:`ExpertsBeside`.
+    ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
+    scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
+    of a token's only expert multiplies what that reads, in place of what it computes.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     """
 
@@ -302,6 +305,8 @@ class LayerRules(NamedTuple):
     recurrent_norms: Norms | None = None
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
+    unrotated_plain: bool = False
+    route_inputs: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
@@ -406,6 +411,8 @@ class GgufKeys(Protocol):
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
+
+    def fail(self, key: str, value: Any, expected: str) -> Exception: ...
 
     def has_tensor(self, name: str) -> bool: ...
 

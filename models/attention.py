@@ -67,7 +67,10 @@ class Attention:
         self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
         d = cache.key_dim
-        self.query_scale, self.factor = c.query_scale, c.attention_factor
+        rotates = c.ropes[self.rope].rotates
+        plain = rules.unrotated_plain and not rotates
+        self.query_scale = c.query_scale if plain or not rules.unrotated_plain else None
+        self.factor, self.chunked = c.attention_factor, c.chunked_windows
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
@@ -86,7 +89,7 @@ class Attention:
         features = sum(own for *_, own in parts)
         if of_queries > d:
             order = _queries_first(self.heads, d, features)
-        if rules.adjacent_pairs and c.ropes[self.rope].rotates:
+        if rules.adjacent_pairs and rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
             order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
@@ -100,7 +103,7 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        kind = rules.qk_norm if c.qk_norm else None
+        kind = rules.qk_norm if c.qk_norm and not plain else None
         if kind == "width":
             self.width_norms = WidthNorms(source, path)
         elif kind == "each_head":
@@ -157,6 +160,7 @@ class Attention:
             slopes=self.slopes,
             causal=self.causal,
             biases=step.biases,
+            chunked=self.chunked and self.window is not None,
         )
         if self.gate is not None:
             y = self.ops.gate(y, gate, self.gate.kind)

@@ -43,7 +43,7 @@ from sdk.models.latent_config import LatentSpec, latent_scale
 from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
-from sdk.models.sliding import sliding_windows
+from sdk.models.sliding import chunked, sliding_windows
 from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
 
@@ -85,6 +85,7 @@ class ModelConfig:
     token keeps, and there is one key head.
     ``chosen``: each token attends to so many, which an indexer chooses: in a context of
     ``max_position`` tokens, which is no longer, to all.
+    ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -139,6 +140,7 @@ class ModelConfig:
     layer_inputs: int = 0
     latent: LatentSpec | None = None
     chosen: int | None = None
+    chunked_windows: bool = False
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -315,6 +317,7 @@ class ModelConfig:
             layer_inputs=_layer_inputs(fields, rules),
             latent=latent,
             chosen=chosen,
+            chunked_windows=chunked(fields),
         )
 
 

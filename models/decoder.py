@@ -262,7 +262,7 @@ class Layer:
     def _run_parallel(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
@@ -275,7 +275,7 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)

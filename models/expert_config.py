@@ -179,6 +179,11 @@ def _has_experts(fields: Fields, layers: int) -> Sequence[bool]:
             expected = f"'dense' or 'sparse' for each of {layers} layers"
             fields.fail("mlp_layer_types", expected, kinds)
         return [kind == "sparse" for kind in kinds[:layers]]
+    listed = fields.values.get("moe_layers")
+    if listed is not None:
+        if not isinstance(listed, (list, tuple)) or not all(type(i) is int for i in listed):
+            fields.fail("moe_layers", "a list of layers", listed)
+        return [i in listed for i in range(layers)]
     step = fields.count("decoder_sparse_step", MAX_LAYERS, default=1)
     every = fields.count("moe_layer_interval", MAX_LAYERS, default=1)
     dense = fields.values.get("mlp_only_layers", ())

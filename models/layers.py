@@ -27,6 +27,8 @@ from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
+from sdk.quant.stored import StoredWeight
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -564,12 +566,15 @@ class Source:
         return found
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, width]`` (default: features
-        of embeddings); all ranks have all of them."""
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``; ranks have all.
+        ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
+        of embeddings."""
 
         def pull() -> Matrix:
             shape = (first + rows, width or self.config.embedding_width)
             weight = self.pull(path, shape)
+            if width and isinstance(weight, UnreadWeight) and weight.stored is not None:
+                return Matrix(StoredWeight(weight.stored, weight), None)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

@@ -32,7 +32,7 @@ class Mixer(Protocol):
     def rounding(self) -> Rounding | None:
         """See :class:`sdk.models.layers.Projection`."""
 
-    def __call__(self, x: Rows, step: Step, cache: Any) -> Tensor:
+    def __call__(self, x: Rows, step: Step, cache: Any, /) -> Tensor:
         """``[T, hidden] -> [T, hidden]``. ``cache``: the memory of its layer, of the kind that the
         mixer says (KVPages, LayerState)."""
 
@@ -40,8 +40,9 @@ class Mixer(Protocol):
 class RecurrentSpec(Protocol):
     """The sizes of a recurrent mixer, of all ranks together."""
 
-    #: Its name in a layer.
-    name: str
+    @property
+    def name(self) -> str:
+        """Its name in a layer."""
 
     def cache(self, ranks: int = 1) -> StateCache:
         """What one of ``ranks`` ranks keeps for one sequence.

@@ -16,8 +16,10 @@ split like any MLP; without tensor parallelism a rank computes them for its own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.kernels.lazy_torch import torch
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -80,6 +82,10 @@ class ExpertMLP:
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
         #: The factor of each expert, where it has one.
         self.factors: Tensor | None = None
+        #: One, if the score of a token's expert multiplies what that reads.
+        self.one: Tensor | None = None
+        if rules.route_inputs:
+            self.one = torch.ones(1, device=self.ops.device)
         if self.spec.beside:
             self.factors = source.vector(f"{router}.per_expert_scale", self.spec.count)
         self.shared, self.shared_gate = shared, None
@@ -125,6 +131,10 @@ class ExpertMLP:
             experts=None if share is None else share.routing,
             factors=self.factors,
         )
+        if self.one is not None:
+            x = self.ops.gate(x, routes.weights, "linear")
+            ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
+            routes = replace(routes, weights=ones)
         if len(self.names) == 2:
             hidden = self.up.gated(x, routes, self.activation)
         else:

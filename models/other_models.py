@@ -82,10 +82,6 @@ _EXPERTS = _decoder(
     "with a mixture of experts of its own",
     "its router or its experts are combined in a way that the experts here are not",
 )
-_CHUNKED = _decoder(
-    "with attention in chunks",
-    "a token attends to the tokens of its chunk; windows here end at the token itself",
-)
 _PHI_MOE = Refusal(
     "a decoder with a sparse mixer of experts (Phi-3.5-MoE)",
     "a GGUF file of it lacks the factor of its long rotation, and llama.cpp computes other norms "
@@ -204,7 +200,6 @@ GROUPS = (
         gguf=("arctic", "grok", "grovemoe", "smallthinker"),
         types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
-    Group(_CHUNKED, gguf=("llama4",), types=("llama4_text",)),
     Group(_ALIBI, gguf=("jais",), types=("jais",)),
     Group(_PHI_MOE, gguf=("phimoe",)),
     Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),

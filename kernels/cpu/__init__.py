@@ -29,6 +29,7 @@ from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
+from sdk.kernels.cpu.stored_rows import ReadRows
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
@@ -111,6 +112,7 @@ class CpuBackend:
             "rope_and_cache": (RopeAndCache(runtime),),
             "attention": (Attention(runtime),),
             "sample": (Sample(runtime),),
+            "stored_rows": (ReadRows(runtime),),
         }
 
     @property

@@ -39,6 +39,7 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
@@ -85,6 +86,7 @@ class Attention:
             0,
             not causal,
             0 if biases is None else biases.shape[1] // 2,
+            chunked,
             value_dim,
             pages.latent,
         )

@@ -224,6 +224,8 @@ class EmbeddingArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "ids", "out", "file")),
         *((name, c_int64) for name in ("first", "whole")),
+        *((name, c_int64) for name in ("offset", "row_bytes", "width")),
+        ("descriptor", c_int32),
     ]
 
 

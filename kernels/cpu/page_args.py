@@ -27,7 +27,7 @@ class RopeArgs(Structure):
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
         *((name, c_int64) for name in ("turned_token", "turned_head")),
-        *((name, c_int64) for name in ("num_pages", "length")),
+        *((name, c_int64) for name in ("num_pages", "length", "shift")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
         *((name, c_int32) for name in ("value_dim", "norm_after")),
         *((name, c_float) for name in ("eps", "beta")),

@@ -84,6 +84,7 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         assert biases is None
         sides = page_sides(pages, q.shape[2])
@@ -96,7 +97,9 @@ class Attention:
         if scale <= 0:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
-        step = Step(q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window))
+        step = Step(
+            q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window), chunked=chunked
+        )
         if not causal:
             step.prefill(step.tile if self._fixed else step.prompt_tile, fewest=1, both=True)
             return
@@ -138,6 +141,8 @@ class Step:
         out: Tensor,
         by_head: tuple[Tensor | None, Tensor | None],
         options: tuple[float, float | None, int | None],
+        *,
+        chunked: bool = False,
     ) -> None:
         self.q, self.batch, self.out = q, batch, out
         self.heads, self.head_dim = q.shape[1:]
@@ -167,7 +172,7 @@ class Step:
             # plain units within half of that, or exact products spill 288 bytes on sm_90, as int4
             # of head_dim 80 spills 32.
             "BLOCK_N": max(16, min(64, (2048 if plain else 4096 if odd else 8192) // self.block_d)),
-            "WINDOW": window is not None,
+            "WINDOW": 0 if window is None else 2 if chunked else 1,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}

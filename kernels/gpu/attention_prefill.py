@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import attend, begun, first_key, slope_of
+from sdk.kernels.gpu.attend import attend, begun, first_key, first_seen, slope_of
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
@@ -90,7 +90,8 @@ def prefill_kernel(
         else:
             last = length
             to = length // BLOCK_N * BLOCK_N
-    since = tl.minimum(first_key(last + BLOCK_N - 2, window, BLOCK_N, WINDOW), to)
+    begun_by_all = first_seen(last - 1, window, WINDOW)
+    since = tl.minimum(tl.cdiv(begun_by_all, BLOCK_N) * BLOCK_N, to)
     for phase in tl.static_range(3):
         low = edge if phase == 0 else since if phase == 1 else to
         high = since if phase == 0 else to if phase == 1 else last

@@ -99,7 +99,7 @@ def write_rows(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length,
+    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length, shift,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
@@ -111,8 +111,8 @@ def rope_kernel(
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
     ``NORM``, ``AFTER``: whether q and k have norms, and where. With ``positions`` q is multiplied
-    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed,
-    else 0; q is mixed where keys are.
+    by ``1 + beta * log(1 + (position + shift) // length)``. ``MIX``: the Hadamard block of what
+    lies mixed, else 0; q is mixed where keys are.
     """
     after_earlier()
     token = tl.program_id(0).to(tl.int64)
@@ -130,7 +130,7 @@ def rope_kernel(
             queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM, AFTER
         )
         if positions is not None:
-            steps = tl.load(positions + token) // length
+            steps = (tl.load(positions + token) + shift) // length
             turned *= 1.0 + beta * tl.log(1.0 + steps.to(tl.float32))
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
@@ -179,6 +179,10 @@ def angles_kernel(
     angle = position * tl.load(inv_freq + index % HALF, mask=mask, other=0.0)
     tl.store(cos + index, tl.cos(angle) * factor, mask=mask)
     tl.store(sin + index, tl.sin(angle) * factor, mask=mask)
+
+
+def _scale_of(scale: QueryScale, batch: AttentionBatch) -> tuple[Any, ...]:
+    return batch.positions, scale.beta, scale.length, scale.shift
 
 
 class RopeAndCache:
@@ -231,7 +235,7 @@ class RopeAndCache:
             grid,
             *(q, k, v, cos, sin, batch.slots),
             *(centre, *weights, 0.0 if norms is None else norms.q.eps),
-            *((None,) * 3 if scale is None else (batch.positions, scale.beta, scale.length)),
+            *((None,) * 4 if scale is None else _scale_of(scale, batch)),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],

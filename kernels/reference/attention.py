@@ -41,6 +41,7 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -55,7 +56,7 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 known = position + end - begin if causal else length
-                options = scale, window, softcap, sinks, slopes, causal, biases
+                options = scale, window, softcap, sinks, slopes, causal, biases, chunked
                 view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         mixes = pages.k_mixed if pages.latent else pages.v_mixed
         also = pages.head_dim if pages.latent else 0
@@ -95,6 +96,7 @@ def _tile(
     slopes: Tensor | None,
     causal: bool,
     biases: Tensor | None,
+    chunked: bool,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
     tokens: ``[tokens, heads, value_dim]``."""
@@ -120,7 +122,8 @@ def _tile(
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
         hidden = (keys > at) if causal else (keys >= known)
         if window is not None:
-            hidden = hidden | ((keys - at).abs() >= window)
+            far = (keys - at).abs() >= window
+            hidden = hidden | ((keys < at // window * window) if chunked else far)
         score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap

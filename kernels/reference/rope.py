@@ -60,7 +60,9 @@ class RopeAndCache:
         after = norms is not None and norms.after
         turned = _turned(q, cos, sin, None if norms is None else norms.q, after)
         if scale is not None:
-            times = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
+            times = torch.div(
+                batch.positions + scale.shift, scale.length, rounding_mode="floor"
+            ).float()
             turned = turned * (1.0 + scale.beta * torch.log1p(times))[:, None, None]
         q.copy_(mixed(turned) if pages.k_mixed else turned)
         if not k.shape[1]:

@@ -96,6 +96,7 @@ ARCHITECTURE = Architecture(
         names={**SPELLINGS, "intermediate_size": "block_ff_dim"},
         derived=_derived,
         biases=lambda fields: Biases(),
+        activation=lambda fields: "silu",
         kinds=KINDS,
         recurrent=recurrent,
     ),

@@ -54,6 +54,7 @@ ARCHITECTURE = Architecture(
         expert_width="moe_intermediate_size",
         dense_width="intermediate_size",
         biases=lambda fields: Biases(),
+        activation=lambda fields: "silu",
         kinds=KINDS,
         recurrent=recurrent,
     ),

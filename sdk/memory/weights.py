@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.config import EngineConfig
+from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import facts_of
+from sdk.kernels.stored_rows import STORED_COLUMNS
 from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
 from sdk.memory.resolve import compute_of, model_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.quant.online import EMBEDDINGS, FLOATS, is_embedding_or_head, is_router, online_scheme
+from sdk.quant.online import (
+    EMBEDDINGS,
+    FLOATS,
+    LAYER_TABLES,
+    is_embedding_or_head,
+    is_router,
+    online_scheme,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +128,8 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
     """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it."""
     if entry.held is not None:
         return entry.held
+    if device == "cpu" and stays_in_file(entry):
+        return 0
     held: int | None = None
     if len(entry.shape) > 1:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
@@ -134,6 +145,13 @@ def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
         return entry
     values = _held(entry) * spec.value // (spec.still + spec.value)
     return replace(entry, held=values + 2 * model.num_heads * spec.still * spec.rank)
+
+
+def stays_in_file(entry: TensorEntry) -> bool:
+    """Whether a CPU reads rows of a table from its file instead of holding it in memory."""
+    by_row = entry.name.removesuffix(".weight").endswith(LAYER_TABLES)
+    kinds = (*FLOATS, *(name.upper() for name in BLOCK_TYPES))
+    return by_row and entry.shape[-1] % STORED_COLUMNS == 0 and entry.format.upper() in kinds
 
 
 def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:
@@ -167,7 +185,7 @@ def _loading_bytes(
     top of everything else.
     """
     ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
-    others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
+    others = [entry for entry in entries if _held(entry) and not is_embedding_or_head(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
     in_pieces = resolve.device_of(config) == "cpu" and config.quantization is None

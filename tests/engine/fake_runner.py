@@ -103,6 +103,7 @@ class FakeRunner:
         self.errors: dict[str, str] = {}  # to be returned with the next step
         self.failure: BaseException | None = None  # to be raised by the next step
         self.started = self.closed = 0
+        self.computed: list[bytes] = []  # the values of all tokens that ran, in order
         self.launched: deque = deque()  # plans, results, states
         self.native_seconds = 0.0
 
@@ -111,6 +112,11 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed += 1
+
+    @property
+    def num_repeated(self) -> int:
+        """Tokens that were computed although they had been before, after the same tokens."""
+        return len(self.computed) - len(set(self.computed))
 
     @property
     def kv(self):
@@ -286,6 +292,7 @@ class FakeRunner:
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
             self._write(*slot, values[-1], self.slots)
+            self.computed.append(values[-1])
         state["values"] = values
         if self.groups is not None:
             self.groups.run(row, state, begin, values)

@@ -38,7 +38,7 @@ from tests.models.test_model_architectures import ARCHITECTURES
 #: Models with recurrent layers.
 HYBRIDS = (
     *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
-    *("falcon_h1", "olmo_hybrid"),
+    "mamba2",
 )
 
 Load = Callable[..., Any]
@@ -134,6 +134,8 @@ BASES: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [3000.0, 0, 3000.0, 77.0],
     },
     **{name: ARCHITECTURES[name] for name in HYBRIDS},
+    "falcon_h1": ARCHITECTURES["falcon_h1-norm-first"],
+    "olmo_hybrid": ARCHITECTURES["olmo_hybrid-rotated"],
     "laguna": {
         **_EXPERTS,
         **_WINDOWED,

@@ -215,7 +215,12 @@ struct EmbeddingArgs {
     FilePart* file;  // as in LinearArgs
     int64_t first;   // the weight has the rows from here on of a matrix of
     int64_t whole;   // this many; the others give zeros. 0: it has all rows
+    // Rows in the open file `descriptor` from byte `offset` on, `row_bytes` apart, in place of the weight's
+    // tiles; row_bytes 0: those. Then `w` describes kStoredColumns of the `width` columns of one row.
+    int64_t offset, row_bytes, width;
+    int32_t descriptor;
 };
+enum { kStoredColumns = 256 };  // of a row that are decoded at a time: a k-quant block
 
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
@@ -369,14 +374,15 @@ struct RopeArgs {
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
     const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
-    const int64_t* positions;  // queries are multiplied by 1 + beta log(1 + position / length); null: not
+    // Queries are multiplied by 1 + beta log(1 + (position + shift) / length); null: they are not.
+    const int64_t* positions;
     // Of latent pages: the part of a query that turns, which becomes its dimensions from value_dim on; null:
     // pages have values. k is then that part of a key, v its first value_dim numbers.
     const float* q_turned;
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
     int64_t turned_token, turned_head;
-    int64_t num_pages, length;
+    int64_t num_pages, length, shift;
     int32_t heads, kv_heads, head_dim, half, page_size;
     int32_t value_dim;   // of a value; head_dim is that of a key
     int32_t norm_after;  // norms of q and k come after the rotation

@@ -45,7 +45,7 @@ bool with_states(OpKind kind) { return kind == kOpConv || kind == kOpDelta || ki
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
     switch (op.kind) {
-        case kOpEmbedding: return 4 * op.embedding.w->k;
+        case kOpEmbedding: return 4 * (op.embedding.row_bytes ? 16 * op.embedding.width : op.embedding.w->k);
         case kOpLinear: return 2 * op.linear.w->k;
         case kOpNorm: return 2 * op.norm.width;
         case kOpActivation: return 8 * op.activation.width;

@@ -58,7 +58,7 @@ INLINE void write_key(const RopeArgs* a, int64_t t, int h, float* key, int block
 
 // What a query gets by its position.
 INLINE float query_factor(const RopeArgs* a, int64_t t) {
-    return a->positions ? 1.0f + a->beta * log1pf((float)(a->positions[t] / a->length)) : 1.0f;
+    return a->positions ? 1.0f + a->beta * log1pf((float)((a->positions[t] + a->shift) / a->length)) : 1.0f;
 }
 
 // Latent pages: the parts that turn are the last dimensions of queries and of keys.

@@ -253,10 +253,8 @@ class Groups:
     # Steps
 
     def begin_plan(self) -> None:
-        """The last plan was launched: nothing that it reads need be held for it."""
+        """A plan begins."""
         self._started.clear()
-        if self.saves is not None:
-            self.saves.drop_read()
 
     def leave(self, sequence: Request) -> None:
         """Give back the frames that no later token of a sequence sees."""
@@ -280,6 +278,11 @@ class Groups:
             else:
                 most = middle - 1
         return least
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a row, if there is a limit."""
+        return None if self.states is None else self.states.num_working - 1
 
     def _fits(self, request: Request, count: int) -> bool:
         needs = self._needs()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sdk.engine.pages.groups import NO_HIT, Groups, Hit, Pinned
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
-from sdk.engine.pages.state_saves import mark
+from sdk.engine.pages.state_saves import StateSaves, mark
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
@@ -139,10 +139,7 @@ class Prefixes:
         if known < len(keys) and (writer := self.pending.get(keys[known].digest)) is not None:
             request.waits_for = keys[known].digest
             if saves is not None:
-                end = known + 1
-                while end < len(keys) and self.pending.get(keys[end].digest) is writer:
-                    end += 1
-                saves.save_at(writer, end)
+                self._save_branch(saves, writer, keys, known)
             return self._nothing()
         index = known
         while index >= 0:
@@ -169,6 +166,33 @@ class Prefixes:
                     index = missing + 1  # every boundary between sees the page without a frame
             index -= 1
         return self._nothing(known)
+
+    def _save_branch(
+        self, saves: StateSaves, writer: Request, keys: Sequence[PageKey], known: int
+    ) -> None:
+        """Let ``writer``, which computes the page after the ``known`` ones, take a snapshot where
+        ``keys`` leave its tokens."""
+        end = known + 1
+        while end < len(keys) and self.pending.get(keys[end].digest) is writer:
+            end += 1
+        saves.save_at(writer, end)
+
+    def look_ahead(self, waiting: Iterable[Request]) -> None:
+        """With states: requests that will start later may leave what running ones are about to
+        compute. Those take a snapshot there while they are at it."""
+        if self.groups is None or (saves := self.groups.saves) is None:
+            return
+        size = self.pool.page_size
+        for request in waiting:
+            for sequence in request.sequences:
+                if not sequence.uses_prefix_cache or not self.pool.enable_prefix_caching:
+                    continue
+                self.extend_keys(sequence, sequence.num_tokens // size)
+                keys = sequence.keys[: (sequence.num_tokens - 1) // size]
+                known = len(self.pool.match(keys))
+                writer = self.pending.get(keys[known].digest) if known < len(keys) else None
+                if writer is not None:
+                    self._save_branch(saves, writer, keys, known)
 
     def _tail_in_groups(
         self, request: Request, groups: Groups, pages: list[int], index: int

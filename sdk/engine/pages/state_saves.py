@@ -28,7 +28,8 @@ _SMALL = 4
 
 class WorkingState:
     """The state of one running sequence. ``slots[current]`` has it once the sequence ``has_run``;
-    before, the slot ``initial`` has it (-1: zeros). ``save_at``: numbers of tokens after which a
+    before, the slot ``initial`` has it (-1: zeros), which is that of ``read``, a snapshot that is
+    held until then. ``save_at``: numbers of tokens after which a
     snapshot is taken, ``saving`` those in flight with their slots, ``last`` the last one taken or
     read, ``rolling`` the last one of its answer."""
 
@@ -38,6 +39,7 @@ class WorkingState:
         "initial",
         "last",
         "num_planned",
+        "read",
         "rolling",
         "save_at",
         "saving",
@@ -51,7 +53,7 @@ class WorkingState:
         self.initial = -1 if initial is None else initial.slot
         self.save_at: list[int] = []
         self.saving: list[tuple[int, int]] = []
-        self.last = initial
+        self.last = self.read = initial
         self.rolling: StateSnapshot | None = None
         self.num_planned = num_tokens
 
@@ -70,7 +72,6 @@ class StateSaves:
         self._size = config.page_size
         page_bytes = config.page_bytes + sum(group.frame_bytes for group in config.windows)
         self._everywhere = states.unit_bytes <= _SMALL * page_bytes
-        self._read: list[StateSnapshot] = []  # by rows of the plan that is being made
         self._saves: list[StateSave] = []  # of that plan
         #: Marks of snapshots that running sequences will take.
         self.pending: dict[bytes, Request] = {}
@@ -78,24 +79,23 @@ class StateSaves:
     # Starting
 
     def read(self, sequence: Request, snapshot: StateSnapshot | None, num_tokens: int) -> None:
-        """A sequence starts after ``num_tokens`` tokens, with this snapshot: keep it until the plan
-        has been launched."""
+        """A sequence starts after ``num_tokens`` tokens, with this snapshot: keep it until the
+        first row of the sequence has run, which may be in a later step than that of its request's
+        other sequence."""
         sequence.state = WorkingState(snapshot, num_tokens)
         if snapshot is not None:
             self._states.use(snapshot)
             self._states.hold(snapshot)
-            self._read.append(snapshot)
 
     def begin(self, sequence: Request) -> None:
         """Give a sequence its slots; there are as many spare ones."""
         assert sequence.state is not None
         sequence.state.slots = self._states.take(self._states.num_working)
 
-    def drop_read(self) -> None:
-        """The plan was launched."""
-        for snapshot in self._read:
-            self._states.drop(snapshot)
-        self._read.clear()
+    def _drop_read(self, state: WorkingState) -> None:
+        if state.read is not None:
+            self._states.drop(state.read)
+            state.read = None
 
     def save_ends(self, sequence: Request, num_known: int) -> None:
         """Note where a sequence that starts takes snapshots. ``num_known``: its leading pages that
@@ -155,6 +155,7 @@ class StateSaves:
         state = sequence.state
         assert state is not None
         state.has_run = True
+        self._drop_read(state)
         if drafts:
             state.current = (state.current + num_tokens) % len(state.slots)
         for end, slot in state.saving:
@@ -199,6 +200,7 @@ class StateSaves:
         state, sequence.state = sequence.state, None
         if state is None:
             return
+        self._drop_read(state)
         self._states.give_back(state.slots)
         self._states.give_back(slot for _, slot in state.saving)
         self._saves = [one for one in self._saves if one.request_id != sequence.request_id]
@@ -207,12 +209,13 @@ class StateSaves:
 
     def check(self, sequences: Sequence[Request], pins: Sequence[StateSnapshot]) -> None:
         """Assert that all slots are accounted for."""
-        working = []
+        working, held = [], list(pins)
         for sequence in sequences:
             state = sequence.state
             assert state is not None and len(state.slots) == self._states.num_working
             working += [*state.slots, *(slot for _, slot in state.saving)]
+            held += [] if state.read is None else [state.read]
         pool = self._pool
         known = {page for page in range(1, pool.num_pages) if pool.key(page) is not None}
-        self._states.check(working, [*pins, *self._read], known)
+        self._states.check(working, held, known)
         assert set(self.pending.values()) <= set(sequences), "a snapshot is promised by nobody"

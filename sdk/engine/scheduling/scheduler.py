@@ -43,7 +43,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.groups import Groups
@@ -72,6 +72,8 @@ _MIN_CONCURRENT_TOKENS = 512
 _STEPS_PER_STAGE = 4
 #: While requests wait that might overtake running ones, one of this many steps looks at them.
 _LOOK_EVERY = 8
+#: So many waiting requests are looked at for where they leave prompts that run.
+_LOOK_AHEAD = 16
 _NO_SEQUENCES: frozenset[Request] = frozenset()
 
 
@@ -122,6 +124,7 @@ class Scheduler:
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
+        self._num_looked = 0  # requests when the waiting ones were last looked at for snapshots
         self._num_added = 0  # requests when a step was last planned request by request
         #: In repeated batches a request gets a new page this many steps before it needs it.
         self.pages_ahead = 0
@@ -283,6 +286,9 @@ class Scheduler:
             started += [sequence.start() for sequence in request.sequences]
         rows.sort(key=_has_several_tokens)  # of one token first
         if self.groups is not None and (saves := self.groups.saves) is not None:
+            if joined or queues.num_added != self._num_looked:
+                self._num_looked = queues.num_added
+                self.prefixes.look_ahead(islice(queues.waiting, _LOOK_AHEAD))
             for sequence, row in rows:
                 saves.plan(sequence, row.num_scheduled_tokens - len(row.drafts))
         batch = self._launch(rows, started, new_pages, num_decodes)
@@ -296,7 +302,7 @@ class Scheduler:
         return batch.plan
 
     def _begin_groups(self, groups: Groups, busy: frozenset[Request]) -> None:
-        """Nothing is held for the last plan any more, and windows that have moved on give back."""
+        """Windows that have moved on give back."""
         groups.begin_plan()
         if groups.frames:
             for request in self.queues.running:
@@ -515,6 +521,7 @@ class Scheduler:
             found = drafts.take(request, left, self.pool)
             if found and (groups := self.groups) is not None:
                 found = found[: groups.most_tokens(request, 1 + len(found)) - 1]
+                found = found[: groups.most_drafts]
                 groups.grow(request, 1 + len(found))
             if found:
                 left -= len(found)
