@@ -152,7 +152,8 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     routes = ("kRouteSoftmax", "kRouteSigmoid", "kRouteSqrtSoftplus", "kRouteSparse")
     assert [table[name] for name in routes] == list(range(len(GATES)))
     assert table["kRouteKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
-    gates = {"sigmoid": table["kGateSigmoid"], "softplus": table["kGateSoftplus"]}
+    names = {"sigmoid": "kGateSigmoid", "softplus": "kGateSoftplus", "linear": "kGateLinear"}
+    gates = {kind: table[name] for kind, name in names.items()}
     assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
     types = {
         "float16": "kF16",
