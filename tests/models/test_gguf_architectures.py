@@ -109,7 +109,9 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         "deepseek_v2",
         {
             **(V3 | LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
-            "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
             "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
         {
@@ -143,7 +145,9 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         "minicpm3",
         {
             **(LATENT | {"v_head_dim": 16, "tie_word_embeddings": True}),
-            "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
         },
         {
             **OLD_LATENT_FACTS,
