@@ -68,7 +68,7 @@ FAMILIES = (
     ),
     Family(
         "Gemma 4 E2B to 31B", ("gemma4",), ("gemma4_text", "gemma4_unified_text"),
-        "layers of two sizes, shared keys and values", ("Gemma 3",),
+        part="text only",
     ),
     Family(
         "all-MiniLM, all-mpnet, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
@@ -225,7 +225,7 @@ FAMILIES = (
         "Voxtral, Qwen3-ASR, LFM2-Audio, Granite Speech", (), ("voxtral", "qwen3_asr"), "audio",
         ("Mistral 7B",),
     ),
-    Family("Llama 4 Scout", ("llama4",), ("llama4_text",), "chunked attention", ("gpt-oss",)),
+    Family("Llama 4 Scout", ("llama4",), ("llama4_text",), part="text only"),
     Family("LFM3", (), ("lfm3",), "convolutions", ("SmolLM2",)),
     Family("Gemma 2", ("gemma2",), ("gemma2",)),
     Family("Gemma 1, CodeGemma", ("gemma",), ("gemma",)),

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.kernels.answer_pages import attend, find_places, rope
+from sdk.kernels.answer_pages import attend, find_places, latent_rope, rope
 from sdk.kernels.answer_place import PRODUCT, Case, Found, Place, empty_routes, routes_on
 from sdk.kernels.answer_states import STATE_CASES
 from sdk.kernels.backend import Problem
@@ -331,6 +331,7 @@ CASES: dict[str, Case] = {
     "rope_angles": _angles,
     "find_places": find_places,
     "rope_and_cache": rope,
+    "latent_rope_and_cache": latent_rope,
     "attention": attend,
     "route": _route,
     "group": _group,

@@ -15,7 +15,6 @@ from sdk.kernels.checks import expect, expect_floats, expect_norm
 from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import GATES, GateKind
 from sdk.kernels.norm import Norm
 
 #: The most inputs that a convolution sees, its own token included.
@@ -25,6 +24,9 @@ MAX_STATE_DIM = 512
 #: The functions of a gate of :meth:`StateOps.gated_norm`.
 NormGate = Literal["silu", "sigmoid"]
 NORM_GATES: tuple[NormGate, ...] = ("silu", "sigmoid")
+#: What :meth:`StateOps.rates` is a function of.
+RateKind = Literal["sigmoid", "softplus"]
+RATES: tuple[RateKind, ...] = ("sigmoid", "softplus")
 
 
 class StateOps:
@@ -184,7 +186,7 @@ class StateOps:
     def rates(
         self,
         x: Tensor,
-        kind: GateKind,
+        kind: RateKind,
         *,
         bias: Tensor | None = None,
         factor: Tensor | None = None,
@@ -199,8 +201,8 @@ class StateOps:
         """
         self._expect("rates x", x, None, None)
         tokens, width = x.shape
-        if kind not in GATES:
-            raise KernelError(f"rates kind: expected one of {', '.join(GATES)}, found {kind!r}")
+        if kind not in RATES:
+            raise KernelError(f"rates kind: expected one of {', '.join(RATES)}, found {kind!r}")
         if bias is not None:
             expect("rates bias", bias, torch.float32, width)
         if factor is not None:

@@ -31,7 +31,7 @@ _KINDS = {
     "xielu": 6,
 }
 #: With the numbers of native/abi.hpp.
-GATE_KINDS = {"sigmoid": 0, "softplus": 1}
+GATE_KINDS = {"sigmoid": 0, "softplus": 1, "silu": 2, "linear": 3}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 33
+ABI_VERSION = 40
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -75,6 +75,7 @@ class OpKind(IntEnum):
     SPACE = 26
     RATES = 27
     GATED_NORM = 28
+    HEADS = 29
 
 
 class Count(IntEnum):
@@ -154,7 +155,7 @@ class LinearArgs(Structure):
 
 class RouteArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "bias", "chosen", "weights")),
+        *((name, c_void_p) for name in ("logits", "bias", "factors", "chosen", "weights")),
         ("experts", c_int64),
         *((name, c_int32) for name in ("k", "gate", "normalized")),
         *((name, c_int32) for name in ("groups", "groups_used", "group_best")),
@@ -178,6 +179,14 @@ class ExpertsArgs(Structure):
         *((name, c_void_p) for name in ("experts", "starts", "active")),
         ("count", c_int64),
         ("k", c_int32),
+    ]
+
+
+class HeadsArgs(Structure):
+    _fields_ = [
+        ("each", LinearArgs),
+        ("heads", c_void_p),
+        *((name, c_int64) for name in ("count", "x_token", "x_head", "out_head")),
     ]
 
 
@@ -215,6 +224,8 @@ class EmbeddingArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "ids", "out", "file")),
         *((name, c_int64) for name in ("first", "whole")),
+        *((name, c_int64) for name in ("offset", "row_bytes", "width")),
+        ("descriptor", c_int32),
     ]
 
 

@@ -103,7 +103,7 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         spec = KVSpec(
             num_layers=2, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, page_size=16, dtype=name
         )
-        pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).layers[0]
+        pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).pages[0]
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
         yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
         more = (None, None, None, None, ops.shares_keys)  # window, softcap, sinks, slopes

@@ -16,6 +16,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 #: Groups of experts, as of the large ones.
 _GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _MTP: dict[str, Any] = {"num_nextn_predict_layers": 1}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 _THREE_TO_ONE = [_SLIDING, _SLIDING, _SLIDING, _FULL]
 _TWO_ROTATIONS = {
     _FULL: {
@@ -56,7 +62,15 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             {"q_lora_rank": None},  # Lite
             {**_GROUPS, "topk_method": "group_limited_greedy"},
         ),
-        "deepseek_v3": ({**_GROUPS, **_MTP},),
+        "deepseek_v3": (
+            {**_GROUPS, **_MTP},
+            {
+                **_GROUPS,
+                "attention_bias": True,
+                "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        ),
+        "deepseek_v32": (_GROUPS,),
         "dots1": ({"n_shared_experts": 2},),
         "ernie4_5_moe": ({"moe_num_shared_experts": 2, "tie_word_embeddings": True},),
         "exaone_moe": ({"num_shared_experts": 1, "layer_types": _THREE_TO_ONE},),
@@ -65,7 +79,9 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             {"new_decoder_architecture": True, "num_kv_heads": 2},
             {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
         ),
+        "glm4_moe_lite": ({"n_shared_experts": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},),
         "glm4_moe": ({"use_qk_norm": True, **_MTP}, {"attention_bias": True}),
+        "glm_moe_dsa": ({"indexer_types": ["full", "shared", "full", "shared"]},),
         "gpt_bigcode": ({}, {"multi_query": False}),
         "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": 9},),
         "gpt_neox": ({}, {"use_parallel_residual": False}),

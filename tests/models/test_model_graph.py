@@ -37,7 +37,7 @@ class Steps:
     def __init__(self, model: Any, ops: Ops, replayed: bool, ranks: int = 1) -> None:
         self.model, self.ops = model, ops
         c = model.config
-        self.kv = KVCache(kv_spec(c, c.num_kv_heads // ranks, PAGE_SIZE, "float32"), 40)
+        self.kv = KVCache(kv_spec(c, PAGE_SIZE, "float32", lambda count: count // ranks), 40)
         self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE)
         self.requests = [
             RankRequest(

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 33 };
+enum { kAbiVersion = 40 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -215,7 +215,12 @@ struct EmbeddingArgs {
     FilePart* file;  // as in LinearArgs
     int64_t first;   // the weight has the rows from here on of a matrix of
     int64_t whole;   // this many; the others give zeros. 0: it has all rows
+    // Rows in the open file `descriptor` from byte `offset` on, `row_bytes` apart, in place of the weight's
+    // tiles; row_bytes 0: those. Then `w` describes kStoredColumns of the `width` columns of one row.
+    int64_t offset, row_bytes, width;
+    int32_t descriptor;
 };
+enum { kStoredColumns = 256 };  // of a row that are decoded at a time: a k-quant block
 
 // Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
@@ -276,7 +281,7 @@ struct MapArgs {
 };
 
 // Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
-enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateKinds = 2 };
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateLinear = 3, kGateKinds = 4 };
 
 struct GateArgs {
     float* x;
@@ -352,7 +357,9 @@ struct PageLevel {
 enum { kMaxLevels = 3, kLevelShift = 28 };
 static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
 // Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.
-enum { kMaxHeadDim = 256, kHeadDimStep = 8 };
+enum { kMaxHeadDim = 576, kHeadDimStep = 8 };
+// Dimensions that share a scale: integer products of so many are exact (attention_integers.hpp).
+enum { kMaxScaleGroup = 512 };
 static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
 static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
@@ -367,18 +374,24 @@ struct RopeArgs {
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
     const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
-    const int64_t* positions;  // queries are multiplied by 1 + beta log(1 + position / length); null: not
+    // Queries are multiplied by 1 + beta log(1 + (position + shift) / length); null: they are not.
+    const int64_t* positions;
+    // Of latent pages: the part of a query that turns, which becomes its dimensions from value_dim on; null:
+    // pages have values. k is then that part of a key, v its first value_dim numbers.
+    const float* q_turned;
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t num_pages, length;
+    int64_t turned_token, turned_head;
+    int64_t num_pages, length, shift;
     int32_t heads, kv_heads, head_dim, half, page_size;
+    int32_t value_dim;   // of a value; head_dim is that of a key
     int32_t norm_after;  // norms of q and k come after the rotation
     float eps, beta;
 };
 
 struct AttentionArgs {
     const float* q;
-    float* out;  // [T, heads * head_dim]
+    float* out;  // [T, heads * value_dim]
     PageLevel levels[kMaxLevels];  // of the same memory, each with twice the pages of the one before
     const int32_t* query_start;
     const int32_t* context_len;
@@ -389,7 +402,8 @@ struct AttentionArgs {
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
-    int64_t window;             // 0: none; a token sees those less than this far away
+    int64_t window;             // 0: none; a token sees those less than this far away, or if `chunked`
+                                // those from the last multiple of it on
     int32_t requests;           // set by plan_attention
     int32_t heads, kv_heads, head_dim, page_size;
     int32_t num_levels;     // with more than one, a page has 128 slots
@@ -398,6 +412,9 @@ struct AttentionArgs {
     int32_t split_blocks;   // most key blocks of a split; set by plan_attention
     int32_t both_ways;      // tokens see those after them too
     int32_t reach;          // keys further away than this have the bias of this distance
+    int32_t chunked;
+    int32_t value_dim;      // of a value; head_dim is that of a query and a key
+    int32_t latent;         // a value is the first value_dim numbers of its key: both sides are those of keys
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each
@@ -499,6 +516,7 @@ enum { kMaxScored = 1024 };  // experts, unless the rule is a softmax alone
 struct RouteArgs {
     const float* logits;  // [T, experts]
     const float* bias;    // [experts], added to the scores for the choice alone; null: none
+    const float* factors;  // [experts], of the weights; null: none
     int32_t* chosen;      // [T, k]
     float* weights;       // [T, k]
     int64_t experts;
@@ -540,6 +558,14 @@ struct ExpertsArgs {
     const int32_t* active;
     int64_t count;
     int32_t k;
+};
+
+// out[t][h] = x[t][h] times the weight of head h. Heads of x are x_head apart, tokens x_token; those of out
+// out_head and each.out_stride.
+struct HeadsArgs {
+    LinearArgs each;  // w: the first head's
+    const Weight* const* heads;
+    int64_t count, x_token, x_head, out_head;
 };
 
 // x[row] += bias[owners[row]]
@@ -742,7 +768,8 @@ struct GatedNormArgs {
 };
 
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
-// Exceptions: kOpAttention, kOpConv, kOpDelta, kOpSpace, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
+// Exceptions: kOpAttention, kOpConv, kOpDelta, kOpSpace, kOpSample, kOpGroup, kOpLowRank, and kOpLinear,
+// kOpExperts and kOpHeads except for
 // quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange,
 // kOpTransfer, kOpCombineRanks and kOpGatherRanks those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
@@ -775,7 +802,8 @@ enum OpKind {
     kOpSpace = 26,
     kOpRates = 27,
     kOpGatedNorm = 28,
-    kOpKinds = 29,
+    kOpHeads = 29,
+    kOpKinds = 30,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

@@ -252,8 +252,10 @@ static void activation(const ActivationArgs* args, int64_t t_begin, int64_t t_en
 INLINE VF sigmoid_of(VF x) { return div(set1(1.0f), add(set1(1.0f), exp_of(mul(x, set1(-1.0f))))); }
 
 static float gate_value(float x, int kind) {
+    if (kind == kGateLinear) return x;
     if (kind == kGateSoftplus) return (x > 0.0f ? x : 0.0f) + log1pf(expf(x > 0.0f ? -x : x));
-    return 1.0f / (1.0f + expf(-x));
+    const float sigmoid = 1.0f / (1.0f + expf(-x));
+    return kind == kGateSilu ? x * sigmoid : sigmoid;
 }
 
 static void gate(const GateArgs* args, int64_t t_begin, int64_t t_end) {
@@ -272,6 +274,13 @@ static void gate(const GateArgs* args, int64_t t_begin, int64_t t_end) {
         if (args->kind == kGateSigmoid)
             for (; g + kLanes <= gates; g += kLanes)
                 store(x + g, mul(load(x + g), sigmoid_of(load(gate + g))));
+        if (args->kind == kGateSilu)
+            for (; g + kLanes <= gates; g += kLanes) {
+                const VF value = load(gate + g);
+                store(x + g, mul(load(x + g), mul(value, sigmoid_of(value))));
+            }
+        if (args->kind == kGateLinear)
+            for (; g + kLanes <= gates; g += kLanes) store(x + g, mul(load(x + g), load(gate + g)));
         for (; g < gates; ++g) x[g] *= gate_value(gate[g], args->kind);
     }
 }

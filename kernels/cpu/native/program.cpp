@@ -8,6 +8,7 @@
 #include "attention_plan.hpp"
 #include "moe.hpp"
 #include "file_parts.hpp"
+#include "heads.hpp"
 #include "linear_tiles.hpp"
 #include "masks.hpp"
 #include "pack.hpp"
@@ -44,7 +45,7 @@ bool with_states(OpKind kind) { return kind == kOpConv || kind == kOpDelta || ki
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
     switch (op.kind) {
-        case kOpEmbedding: return 4 * op.embedding.w->k;
+        case kOpEmbedding: return 4 * (op.embedding.row_bytes ? 16 * op.embedding.width : op.embedding.w->k);
         case kOpLinear: return 2 * op.linear.w->k;
         case kOpNorm: return 2 * op.norm.width;
         case kOpActivation: return 8 * op.activation.width;
@@ -57,6 +58,7 @@ int64_t row_work(const Op& op) {
         case kOpTake: return 2 * op.take.width;
         case kOpRoute: return 8 * op.route.experts;
         case kOpExperts: return 2 * op.experts.each.w->k;
+        case kOpHeads: return 2 * op.heads.each.w->k;
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * (op.combine.k + (op.combine.shared != nullptr));
         case kOpCombineRanks: return op.combine_ranks.own.width * op.combine_ranks.own.k;
@@ -153,7 +155,8 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.page_table == b.page_table && a.table_width == b.table_width &&
            a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
-           a.page_size == b.page_size && a.num_levels == b.num_levels && a.both_ways == b.both_ways;
+           a.value_dim == b.value_dim && a.latent == b.latent && a.page_size == b.page_size &&
+           a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked;
 }
 
 }  // namespace
@@ -176,6 +179,7 @@ size_t args_size(int kind) {
         case kOpRoute: return sizeof(RouteArgs);
         case kOpGroup: return sizeof(GroupArgs);
         case kOpExperts: return sizeof(ExpertsArgs);
+        case kOpHeads: return sizeof(HeadsArgs);
         case kOpBias: return sizeof(BiasArgs);
         case kOpCombine: return sizeof(CombineArgs);
         case kOpRecode: return sizeof(RecodeArgs);
@@ -230,6 +234,10 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             break;
         case kOpExperts:
             if (quantizes(op.experts.each)) add_part(index, kRows);
+            add_part(index, kTiles);
+            break;
+        case kOpHeads:
+            if (quantizes(op.heads.each)) add_part(index, kRows);
             add_part(index, kTiles);
             break;
         case kOpLowRank:
@@ -415,6 +423,14 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             if (quantizes(each)) at_least(&needs->activations, activation_bytes(each, kernels->wide_in_words));
             break;
         }
+        case kOpHeads: {
+            LinearArgs& each = op->heads.each;
+            each.m = n;
+            note_file_part(&each);
+            at_least(&needs->each_thread, head_private_bytes(op->heads));
+            if (quantizes(each)) at_least(&needs->activations, activation_bytes(each, kernels->wide_in_words));
+            break;
+        }
         case kOpGroup: op->group.rows = n; break;
         case kOpTransfer: op->transfer.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
@@ -495,6 +511,11 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         const int64_t work = each.m * each.w->n * each.w->k;
         return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
     }
+    if (op.kind == kOpHeads) {
+        const LinearArgs& each = op.heads.each;
+        const int64_t strips = head_strips(op.heads), work = each.m * each.w->n * each.w->k;
+        return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
+    }
     const Weight& w = *op.linear.w;
     const int64_t items = linear_items(op.linear, pool.threads());
     return {items, tasks_for(items, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
@@ -530,6 +551,8 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
         if (quantizes(op)) place_activations(&op.linear, activations_.data(), kernels->wide_in_words);
         if (op.kind == kOpExperts && quantizes(op.experts.each))
             place_activations(&op.experts.each, activations_.data(), kernels->wide_in_words);
+        if (op.kind == kOpHeads && quantizes(op.heads.each))
+            place_activations(&op.heads.each, activations_.data(), kernels->wide_in_words);
     }
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {
@@ -567,6 +590,7 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
         case kOpExperts: quantize_expert_rows(*kernels, op.experts, begin, end); break;
+        case kOpHeads: quantize_head_rows(*kernels, op.heads, begin, end); break;
         case kOpBias: add_biases(op.bias, begin, used_end(op.bias.used, begin, end)); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
@@ -614,6 +638,10 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
         case kOpExperts:
             stream_file_parts(op.experts.each, share, expert_strips(op.experts));
             expert_tiles(*kernels, op.experts, share, scratch);
+            break;
+        case kOpHeads:
+            stream_file_parts(op.heads.each, share, head_strips(op.heads));
+            head_tiles(*kernels, op.heads, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
         case kOpTransfer: transfer(op.transfer); break;

@@ -6,8 +6,8 @@
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
 // output rows, and over groups of rows if it has many (linear_tiles.hpp); quantizing its activations is
 // row-wise and joins the phase before. Attention is one phase over its work items (attention.hpp), and so is
-// an operator with recurrent states (state_plan.hpp), a
-// product of experts one over the strips of the experts that have rows (moe.hpp). The update of a product
+// an operator with recurrent states (state_plan.hpp), a product of experts one over the strips of the experts
+// that have rows (moe.hpp), one of heads over those of all heads (heads.hpp). The update of a product
 // by adapters is two phases (low_rank.hpp), and so is an exchange with other ranks (rank_group.hpp), also
 // one that combines the rows of experts (moe.hpp): its second phase is row-wise, and others join it. One
 // thread alone sends or receives the rows of a transfer.
@@ -34,6 +34,7 @@ struct Op {
         MapArgs map;
         AnglesArgs angles;
         GateArgs gate;
+        HeadsArgs heads;
         SelectArgs select;
         TakeArgs take;
         RopeArgs rope;
