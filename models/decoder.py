@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
-    from sdk.models.head import Head
-    from sdk.models.layers import Embedding, Linear, Projection, Source
+    from sdk.models.embedding import Embedding
+    from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.quant.weight import Weight
 
 
