@@ -265,7 +265,7 @@ class SavedPrefixes:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
-        return Snapshot(self.model_key, ids[: len(stored.layers[0].rows)], stored)
+        return Snapshot(self.model_key, ids[: max(len(layer.rows) for layer in stored.layers)], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
@@ -303,7 +303,7 @@ class SavedPrefixes:
             )
         spec, config = snapshot.kv.spec, self._config
         shape = (spec.num_layers, spec.kv_heads, spec.head_dim)
-        expected = (config.num_layers, config.num_kv_heads, config.head_dim)
+        expected = (len(config.caches), config.num_kv_heads, config.head_dim)
         ids = snapshot.token_ids
         if shape != expected or not 0 <= min(ids) <= max(ids) < config.vocab_size:
             raise SnapshotError(
