@@ -23,6 +23,14 @@ def _latent(fields: Fields) -> LatentSpec:
     return latent_of(fields)._replace(adjacent_pairs=False)
 
 
+def _derived(config: dict[str, Any]) -> None:
+    """Only the names of MiniCPM count: transformers' class reads no others."""
+    if "scale_emb" in config:
+        for key in FACTORS:
+            config.pop(key, None)
+    derived(config)
+
+
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     read_latent(config, keys)
     config.update(_FACTORS)
@@ -34,7 +42,7 @@ ARCHITECTURE = Architecture(
         keys=(*LATENT_KEYS, *FACTORS, "original_max_position_embeddings", "mlp_bias"),
         ignored=("scale_emb", "scale_depth", "dim_model_base", "qk_head_dim", "mup_denominator"),
         defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        derived=derived,
+        derived=_derived,
         latent=_latent,
     ),
     more_gguf=(GgufRules("minicpm3", read=_read_gguf, keys=LATENT_GGUF_KEYS),),

@@ -136,7 +136,7 @@ class MemoryPlan:
         """Pages of ``page_bytes`` that fit the swap space; they are not part of ``total``."""
         space = 0 if self.config is None else self.config.swap_space
         assert not isinstance(space, str)  # EngineConfig has parsed it
-        return space // self.page_bytes
+        return space // self.page_bytes if self.page_bytes else 0
 
     @property
     def fixed(self) -> int:

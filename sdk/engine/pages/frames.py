@@ -19,8 +19,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from sdk.engine.scheduling.scheduler_config import WindowGroup
+
+class WindowGroup(NamedTuple):
+    """The memory of the layers with one window: ``num_frames`` places of ``frame_bytes`` for one
+    page each, place 0 reserved. A token sees ``window`` tokens, itself included."""
+
+    window: int
+    frame_bytes: int
+    num_frames: int
 
 
 class Held:
