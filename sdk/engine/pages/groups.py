@@ -460,6 +460,12 @@ class Groups:
             nbytes += self.states.num_working * self.states.unit_bytes
         return len(sequence.pages) + -(-nbytes // max(self._config.page_bytes, 1))
 
+    @property
+    def unused(self) -> list[list[int]]:
+        """The places without content: frames by group, slots."""
+        slots = [] if self.states is None else self.states.unused
+        return [*(one.unused for one in self.frames), slots]
+
     def take_vacated(self) -> Vacated:
         """See :meth:`Budget.take_vacated`."""
         pages, *others = self.budget.take_vacated()
