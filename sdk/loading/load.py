@@ -273,7 +273,8 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        spec = kv_spec(model, memory.page_size, memory.kv_dtype)
+        has_windows = bool(memory.windows)
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype, windows=has_windows)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare

@@ -29,6 +29,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import (
     check_layer_inputs,
+    check_states,
     compute_of,
     config_values,
     encoder_options,
@@ -97,6 +98,7 @@ def plan_for(
     """
     model = model_config(config, checkpoint)
     check_layer_inputs(config, model)
+    check_states(config, model)
     if model.causal:
         if why_one_group(config, model):
             return _plan(config, checkpoint, model, weights)

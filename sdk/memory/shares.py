@@ -15,6 +15,8 @@ from sdk.memory.demand import MemoryDemand, cache_of_request, frames_of_request
 
 #: The most that frames and working states take of a GPU's bytes.
 _FRAMES_SHARE = 1 / 2
+#: Snapshots for each request if no budget was asked for: of its turns, and where others branch.
+_SNAPSHOTS = 8
 #: The part of the bytes that snapshots of states may take.
 _SNAPSHOTS_SHARE = 1 / 4
 
@@ -61,7 +63,8 @@ def share_memory(
     left = max(left - requests * own, 0)
     slots = 1 + requests * working  # one is that of a snapshot that is read
     if demand.slot_bytes:
-        snapshots = int(left * _SNAPSHOTS_SHARE) // demand.slot_bytes
+        most = most_pages if asked else _SNAPSHOTS * seqs
+        snapshots = min(int(left * _SNAPSHOTS_SHARE) // demand.slot_bytes, most)
         slots, left = slots + snapshots, left - snapshots * demand.slot_bytes
     pages = min(left // demand.page_bytes, most_pages) if demand.page_bytes else most_pages
     left -= pages * demand.page_bytes
