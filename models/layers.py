@@ -235,8 +235,7 @@ class Source:
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
-        own = architecture(config.model_type)
-        self._rules = own or Architecture(config.model_type)
+        self._rules = architecture(config.model_type) or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -337,6 +336,7 @@ class Source:
             return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
+        self._shared.keep(path, pulled)
         return pulled
 
     def columns(

@@ -46,6 +46,8 @@ def explain(
         lines.append(f"drafts     {config.speculative_config}, {plan.draft_tokens} per step")
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
+    if (store := runner.weights.weight_store) is not None:
+        lines.append(f"weights    cache: {store}")
     lines.append("linear layers")
     report = quant_report(runner.model.linears(), others=other_layers)
     lines += [f"  {line}" for line in str(report).splitlines()]

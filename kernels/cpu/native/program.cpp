@@ -11,6 +11,7 @@
 #include "linear_tiles.hpp"
 #include "masks.hpp"
 #include "pack.hpp"
+#include "weight_check.hpp"
 
 namespace {
 
@@ -514,7 +515,7 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
 void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end) {
     switch (op.kind) {
         case kOpEmbedding:
-            gather_rows(op.embedding, begin, end);
+            if (usable(*op.embedding.w)) gather_rows(op.embedding, begin, end);
             break;
         case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
         case kOpNorm: kernels->norm(&op.norm, begin, end); break;
@@ -556,20 +557,29 @@ void Runtime::transfer(const TransferArgs& args) {
     if (group_) group_->give_up();
 }
 
+// Whether a weight is what was written. If not, the run has no result.
+bool Runtime::usable(const Weight& w) {
+    if (is_right(w)) return true;
+    damaged_ = true;
+    return false;
+}
+
 void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
         case kOpLinear: {
             const LinearArgs& args = op.linear;
             stream_file_parts(args, share, strips_of(*args.w));
+            if (!usable(*args.w)) break;
             linear_tiles(*kernels, args, pool.threads(), share, scratch);
+            usable(*args.w);  // still: see read_over
             release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
         case kOpExperts:
             stream_file_parts(op.experts.each, share, expert_strips(op.experts));
-            expert_tiles(*kernels, op.experts, share, scratch);
+            if (!expert_tiles(*kernels, op.experts, share, scratch)) damaged_ = true;
             break;
         case kOpGroup: group_rows(op.group); break;
         case kOpTransfer: transfer(op.transfer); break;
@@ -672,5 +682,6 @@ Status Runtime::run(Program& program, const int64_t* given) {
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     if (program.times.on()) program.times.add_run(OperatorTimes::now() - begin);
+    if (damaged_.exchange(false)) return kDamaged;
     return group_ && group_->broken() ? kRankLost : transferred_;
 }
