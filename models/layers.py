@@ -319,6 +319,7 @@ class Source:
             return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
+        self._shared.keep(path, pulled)
         return pulled
 
     def columns(
