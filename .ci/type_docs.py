@@ -44,7 +44,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Pages": (
         ("sdk/engine",),
-        "PagePool TieredPagePool Prefixes PrefixStore CostOrder SwapSpace BuddyAllocator Groups FramePool StatePool StateSaves Budget "
+        "PagePool TieredPagePool Prefixes PrefixStore CostOrder SwapSpace BuddyAllocator "
+        "Groups FramePool StatePool StateSaves Budget "
         "ElasticPages Snapshot",
     ),
     "One rank": (
