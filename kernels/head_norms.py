@@ -27,7 +27,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Queries times ``1 + beta * log(1 + floor(position / length))``, after rotation and norms.
+    """Queries times ``1 + beta * log(1 + floor((position + shift) / length))``, after rotation and
+    norms.
 
     Scores of long contexts stay sharp ("temperature tuning" of Llama 4; Ministral 3). ``length``
     counts tokens, those of the context before it was extended.
@@ -35,3 +36,4 @@ class QueryScale:
 
     beta: float
     length: int
+    shift: int = 0

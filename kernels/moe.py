@@ -53,10 +53,12 @@ class MoEOps:
         *,
         bias: Tensor | None = None,
         experts: RankExperts | None = None,
+        factors: Tensor | None = None,
     ) -> Routes:
         """The k experts of each token by ``logits [T, E]``, and their weights, both by ``rule``.
 
-        ``bias`` float32 ``[E]``: of the choice. ``experts``: which rank has which (on a CPU only).
+        ``bias`` float32 ``[E]``: of the choice. ``factors`` float32 ``[E]``: the weight of an
+        expert is multiplied by its own, last. ``experts``: which rank has which (on a CPU only).
         Every rank must make the same calls with the same logits.
         """
         expect("route logits", logits, torch.float32, None, None)
@@ -65,6 +67,8 @@ class MoEOps:
             raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
         if bias is not None:
             expect("route bias", bias, torch.float32, count)
+        if factors is not None:
+            expect("route factors", factors, torch.float32, count)
         _check_rule(rule, k, count, biased=bias is not None)
 
         weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
@@ -78,9 +82,9 @@ class MoEOps:
             routes = replace(routes, experts=experts, servers=self._integers(tokens, k))
         if tokens:
             parts = [rule.gate, *["bias"] * (bias is not None), *["groups"] * (rule.groups > 1)]
-            like = (logits, k, rule, bias)
+            like = (logits, k, rule, bias, factors)
             kernel = self._context.kernel("route", like, format=" ".join(parts))
-            kernel.run(logits.contiguous(), rule, bias, chosen, weights)
+            kernel.run(logits.contiguous(), rule, bias, chosen, weights, factors)
             operator.run(chosen, routes)
         return routes
 

@@ -6,6 +6,8 @@ llama.cpp's converter changes some tensors; pulling one undoes it:
   pairs are adjacent, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so packed rows are
   moved.
 - `norms_minus_one` architectures: the file holds the whole weights of norms, plus 1.
+- Recurrent mixers: convolutions lack the dimension of size 1, vectors of heads have one, and norms
+  over groups have one for the groups.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.reference.linear import gather_rows
 from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
 from sdk.loaders.gguf_config import (
     build_config,
@@ -30,11 +33,21 @@ from sdk.loaders.gguf_config import (
     unread_keys,
 )
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import LAYER_OF, ONE_ROW, expert_of, gguf_name, single_expert
+from sdk.loaders.gguf_names import (
+    LAYER_OF,
+    ONE_ROW,
+    expert_of,
+    gguf_name,
+    half_of_experts,
+    is_stacked,
+    single_expert,
+)
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
+from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Weight, weight_of
@@ -92,8 +105,11 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
+        rows = delta_rows(self.config, name)
         whole = expert is not None or factor is not None or self._interleaved(name)
-        if not whole and _is_large(stored):
+        whole = whole or rows is not None
+        by_row = name.endswith(LAYER_TABLES)
+        if not whole and (_is_large(stored) or (by_row and _keeps_rows(stored))):
             self._report(stored)
             return self._unread(stored)
         data = self._rows(name, stored, expert)
@@ -101,7 +117,7 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        return weight_of(layout)
+        return weight_of(layout if rows is None else gather_rows(layout, rows))
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:
@@ -114,6 +130,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
+        if (like := mixer_shape(name, shape)) is not None:
+            values = values.reshape(like)
         if name.endswith("norm.weight"):
             values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)
@@ -121,6 +139,10 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         return self._stored(name)[1] is not None
+
+    def alike(self, one: str, other: str) -> bool:
+        first, second = self._stored(one)[1], self._stored(other)[1]
+        return first is not None and second is not None and self._opened().alike(first, second)
 
     def entries(self) -> Sequence[TensorEntry]:
         entries, tensors = self._opened().entries(), self._opened().tensors
@@ -159,14 +181,26 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            if expert >= (num_experts(self.config) or 0):
+            heads = ".self_attn." in name
+            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
+            if theirs not in tensors and (half := half_of_experts(theirs)) is not None:
+                return theirs, self._half(half)
         stored = tensors.get(theirs or "")
         if stored is not None and joined.endswith(ONE_ROW) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
         return theirs, stored
+
+    def _half(self, half: tuple[str, int]) -> GgufTensor | None:
+        """Gate or up of a tensor with both of all experts, as if it had its rows alone."""
+        joined = self._opened().tensors.get(half[0])
+        if joined is None or len(joined.shape) != 3 or joined.shape[1] % 2:
+            return None
+        count, rows, columns = joined.shape
+        return replace(joined, shape=(count, rows // 2, columns))
 
     def _number(self, name: str) -> float | None:
         """A parameter that the metadata have, for each layer or one for all."""
@@ -186,8 +220,9 @@ class GgufCheckpoint:
         return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
-        return expert_of(name)[1] if "_exps." in stored.name else None
+        """The index of ``name`` in a tensor of all experts or heads; None if the tensor is not of
+        all."""
+        return expert_of(name)[1] if is_stacked(stored.name) else None
 
     def _find(self, name: str) -> GgufTensor:
         theirs, stored = self._stored(name)
@@ -220,7 +255,8 @@ class GgufCheckpoint:
 
         step = max(_PIECE * rows // stored.nbytes // PIECE_ROWS, 1) * PIECE_ROWS
         spec = QuantSpec.parse(stored.type.name.lower())
-        return UnreadWeight(Pieces((rows, columns), read, step), spec)
+        stored_rows = opened.stored_rows(stored.name)
+        return UnreadWeight(Pieces((rows, columns), read, step), spec, stored_rows)
 
     def _interleaved(self, name: str) -> bool:
         """Whether the file has the rows of a tensor in another order."""
@@ -230,6 +266,9 @@ class GgufCheckpoint:
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
+        if expert is not None and len(data) == 2 * stored.shape[1]:  # gate and up, joined
+            rows = stored.shape[1]
+            data = data[rows:] if name.endswith("up_proj") else data[:rows]
         if not self._interleaved(name):
             return data
         key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
@@ -252,6 +291,8 @@ class GgufCheckpoint:
         """
         stem = stored.name.removesuffix(".weight")
         tensors = self._opened().tensors
+        if stem.partition(".")[2].partition(".")[2] + ".scale" in self.rules.tensors.values():
+            return None  # the model has factors of its own there
         if f"{stem}.input_scale" in tensors:
             self._report(tensors[f"{stem}.input_scale"])
         scale = tensors.get(f"{stem}.scale")
@@ -288,5 +329,9 @@ class GgufCheckpoint:
 
 def _is_large(stored: GgufTensor) -> bool:
     """Whether a matrix is worth reading in pieces, and has the rows of the kernels' layout."""
+    return _keeps_rows(stored) and stored.nbytes > _LARGE
+
+
+def _keeps_rows(stored: GgufTensor) -> bool:
     kept = stored.type.name.lower() in BLOCK_TYPES or stored.type.name in FLOATS
-    return kept and len(stored.shape) == 2 and stored.nbytes > _LARGE
+    return kept and len(stored.shape) == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.stored_rows import StoredRows
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_header import GgufHeader, GgufTensor
 from sdk.loaders.model_file import ModelFile, ReadBlocks
@@ -21,8 +22,11 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
 MAX_SHARDS = 1024
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Bytes of two matrices that are compared at a time.
 _COMPARED = 2**20
+#: Rows of two matrices that are compared where a mistake costs little.
+_SAMPLES = 64
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 
 
@@ -77,6 +81,21 @@ class GgufFile:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
 
+    def stored_rows(self, name: str) -> StoredRows | None:
+        """Where the rows of a matrix are; ``None`` if kernels cannot read them as they are."""
+        tensor = self.tensors[name]
+        shard, kind = self._shards[tensor.shard], tensor.type.name
+        if shard.big_endian or len(tensor.shape) != 2:
+            return None
+        rows, columns = tensor.shape
+        return StoredRows(
+            (rows, columns),
+            _FLOATS.get(kind, kind.lower()),
+            shard.file.descriptor,
+            tensor.start,
+            tensor.nbytes // rows,
+        )
+
     def leave_out_equal_head(self) -> None:
         """Forget ``output.weight`` if its bits are those of the embedding, as if the file had left
         it out: then both are one matrix in memory.
@@ -99,6 +118,17 @@ class GgufFile:
             if not np.array_equal(one, other):
                 return
         del self.tensors["output.weight"]
+
+    def alike(self, one: GgufTensor, other: GgufTensor) -> bool:
+        """Whether two tensors hold the same blocks as far as 64 of their rows show."""
+        if (one.type, one.shape) != (other.type, other.shape):
+            return False
+        rows = math.prod(one.shape[:-1])
+        parts = ((row, 1) for row in range(0, rows, max(1, rows // _SAMPLES)))
+        return all(
+            np.array_equal(self.data(one.name, part=part), self.data(other.name, part=part))
+            for part in parts
+        )
 
     def entries(self) -> list[TensorEntry]:
         """See :meth:`sdk.quant.checkpoint.Checkpoint.entries`."""

@@ -24,10 +24,18 @@ from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantizati
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, experts_transposed, num_experts
+from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.qkv_rows import stored_rows
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
-from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor, same_bytes
+from sdk.loaders.safetensors_reader import (
+    FLOAT_TYPES,
+    SafetensorsFiles,
+    StoredTensor,
+    alike,
+    same_bytes,
+    unread,
+)
 from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import (
     WITHOUT_HEAD,
@@ -39,6 +47,7 @@ from sdk.models.architecture import (
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
@@ -92,9 +101,9 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
-        self._tensors = self._named(files)
+        self._tensors, ahead = self._with_next_token(self._named(files))
         #: Our name of each tensor whose name is another one in the files.
-        self._stored_names: Mapping[str, str] = {}
+        self._stored_names: Mapping[str, str] = ahead
         if self._rules.names:
             self._stored_names = {stored.name: name for name, stored in self._tensors.items()}
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
@@ -149,6 +158,9 @@ class HfFolder:
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         turned = self._rules.layers_transposed and name.startswith("model.layers.")
+        if name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES:
+            self._report(stored)
+            return unread(stored)
         values = self._read(name, stored, turned=turned)
         self._report(stored)
         return weight_of(Dense(values.t() if turned else values))
@@ -185,6 +197,10 @@ class HfFolder:
             if stored is not None:
                 return stored.name.removesuffix(ending)
         return name
+
+    def alike(self, one: str, other: str) -> bool:
+        first, second = (self._tensors.get(f"{name}.weight") for name in (one, other))
+        return first is not None and second is not None and alike(first, second)
 
     def entries(self) -> Sequence[TensorEntry]:
         entries = {
@@ -248,8 +264,20 @@ class HfFolder:
             ours = TensorNames(self._rules.names).ours
             if self._rules.experts_by_rows:
                 by_expert(files, ours, num_experts(self.config) or 1)
-            return {ours(name): stored for name, stored in files.tensors.items()}
+            tensors = files.tensors.items()
+            return {spelled_as_ours(ours(_without_prefix(name))): x for name, x in tensors}
         return _canonical_names(files, self._by_mistral)
+
+    def _with_next_token(
+        self, tensors: dict[str, StoredTensor]
+    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The tensors with our names for those of multi-token prediction, and these names by the
+        file's."""
+        layers = self.config.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            return tensors, {}
+        named = {next_token_name(name, layers): own for name, own in tensors.items()}
+        return named, {own.name: name for name, own in named.items() if name not in tensors}
 
     def _lacks_a_head(self) -> bool:
         """Whether it holds the body of a model alone (``Qwen3Model``), whose head is not tied: an

@@ -149,6 +149,11 @@ class ModelFile:
             )
         return data
 
+    @property
+    def descriptor(self) -> int:
+        """Of the open file; it is closed by :meth:`close`."""
+        return self._descriptor
+
     def close(self) -> None:
         """Close the file; data already read stays valid. Idempotent."""
         self._close()

@@ -10,11 +10,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sdk.models.architecture import LayerRules, architecture
-from sdk.models.expert_config import NAMES, shared_width
+from sdk.models.architecture import Architecture, LayerRules, architecture
+from sdk.models.config_fields import Fields, without_null
+from sdk.models.expert_config import LATENT, NAMES, shared_width
+from sdk.models.sliding import sliding_windows
+from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
+#: Names of recurrent mixers in a layer.
+_MIXERS = ("conv", "linear_attn", "mamba")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -37,7 +42,8 @@ _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "quer
 
 
 class _Sizes(NamedTuple):
-    """What the shapes of tensors are made of. ``queries`` and ``keys``: features of all heads."""
+    """What the shapes of tensors are made of. ``queries``, ``keys``, ``values`` and ``results`` of
+    attention: features of all heads."""
 
     hidden: int
     intermediate: int
@@ -46,6 +52,8 @@ class _Sizes(NamedTuple):
     head_dim: int
     queries: int
     keys: int
+    values: int
+    results: int
     experts: int | None
 
 
@@ -57,9 +65,9 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     """
     known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
-        if known is not None and key in known.config.ignored:
-            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
+        if value == 0 and known is not None and known.config.experts_optional:
+            continue  # dense Granite 4, whose number of experts is 0
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
             if item is not None and (type(item) is not int or not low <= item <= high):
@@ -106,7 +114,7 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts,
     ``[E, out, in]``."""
-    hidden = config["hidden_size"]
+    hidden = config.get(LATENT) or config["hidden_size"]
     known = architecture(config.get("model_type"))
     key = known and known.config.expert_width
     inner = config.get(key or "moe_intermediate_size") or config["intermediate_size"]
@@ -140,6 +148,10 @@ def expected_shape(
     known = architecture(config.get("model_type"))
     if known is None:
         return None
+    if any(f".{mixer}." in name for mixer in _MIXERS):
+        return None  # the mixer knows
+    if known.config.latent is not None and ".self_attn." in name:
+        return None  # latent attention knows
     hidden, heads = config.get("hidden_size"), _heads_of(config, name)
     widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
     inner = next((config[key] for key in widths if key and config.get(key)), None)
@@ -157,15 +169,17 @@ def expected_shape(
         return turned if how == "always" or (how == "sometimes" and stored != shape) else shape
     if ".shared_experts." in name:
         inner = shared_width(config, known)
-    width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
+    cache, own_width = _layer_sizes(config, known, name)
     sizes = _Sizes(
         hidden=hidden,
-        intermediate=inner,
+        intermediate=own_width or inner,
         vocab=vocab,
         heads=heads,
-        head_dim=width,
-        queries=heads * width,
-        keys=kv_heads * width,
+        head_dim=cache.key_dim,
+        queries=heads * cache.key_dim,
+        keys=cache.kv_heads * cache.key_dim,
+        values=cache.kv_heads * cache.value_dim,
+        results=heads * cache.value_dim,
         experts=num_experts(config),
     )
     path, _, stem = name.removesuffix(".bias").rpartition(".")
@@ -176,7 +190,8 @@ def expected_shape(
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
         if known.config.gate_per_head is not None:
             return None  # attention knows
-        shape = (heads if gate.per_head else sizes.queries, hidden)
+        rows = sizes.queries * 2 if gate.with_queries else sizes.queries
+        shape = (heads if gate.per_head else rows, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     if stem.startswith("embed_") and shape is not None:
@@ -186,6 +201,41 @@ def expected_shape(
         # With "after padding" the config counts the rows before position 0 too.
         shape = (positions + (first if isinstance(first, int) else 0), narrow)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
+
+
+def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape in a folder of a vector or a convolution of a recurrent mixer that a GGUF file has
+    as ``stored``; ``None`` for other tensors."""
+    if not any(f".{mixer}." in name for mixer in _MIXERS):
+        return None
+    if name.endswith((".conv.weight", ".conv1d.weight")) and len(stored) == 2:
+        return stored[0], 1, stored[1]
+    return (math.prod(stored),)
+
+
+def _layer_sizes(
+    config: Mapping[str, Any], known: Architecture, name: str
+) -> tuple[AttentionCache, int | None]:
+    """The heads of keys and values of the layer that ``name`` is in, and the width of its MLP if
+    layers differ in that."""
+    width = head_dim(config)
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    usual = AttentionCache(kv_heads, width, width)
+    number, layers = name.partition("layers.")[2].partition(".")[0], config["num_hidden_layers"]
+    if not number.isdecimal() or int(number) >= layers:
+        return usual, None
+    layer, rules = int(number), known.config
+    if rules.caches is None and rules.widths is None:
+        return usual, None
+    fields = Fields({**rules.defaults, **without_null(config)})
+    windows = sliding_windows(fields, layers, rules.sliding)
+    caches = [usual] * layers if rules.caches is None else rules.caches(fields, windows)
+    own = caches[layer]
+    shared = ".experts." in name or ".shared_experts." in name
+    widths = None if rules.widths is None or shared else rules.widths(fields, layers)
+    cache = caches[own] if isinstance(own, int) else own
+    assert isinstance(cache, AttentionCache)
+    return cache, None if widths is None else widths[layer]
 
 
 def _heads_of(config: Mapping[str, Any], name: str) -> Any:
@@ -214,9 +264,9 @@ def _llama_shape(sizes: _Sizes, stem: str, layer: LayerRules) -> tuple[int, ...]
         "lm_head": (sizes.vocab, hidden),
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "qkv_proj": (queries + 2 * keys, hidden),
-        "o_proj": (hidden, queries),
+        "v_proj": (sizes.values, hidden),
+        "qkv_proj": (queries + keys + sizes.values, hidden),
+        "o_proj": (hidden, sizes.results),
         "q_norm": q_norm,
         "k_norm": k_norm,
         "sinks": (sizes.heads,),

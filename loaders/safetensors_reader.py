@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sdk.kernels.layouts import PIECE_ROWS, Dense, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.stored_rows import StoredRows
 from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
 from sdk.loaders.model_file import ModelFile, ReadBlocks
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.spec import QuantSpec
+from sdk.quant.unread import UnreadWeight
 
 logger = logging.getLogger("sdk")
 
@@ -29,7 +33,11 @@ MAX_INDEX = 64 << 20
 MAX_RANK = 16
 #: Bytes that are compared at a time.
 _PIECE = 1 << 20
+#: How many pieces of two tensors are compared, and the bytes of one.
+_SAMPLES, _SAMPLE = 64, 1 << 16
 
+#: Plain floats, and torch's names of them.
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Bits per value and the name of torch's type (None: torch has none that fits) by format name.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "F64": (64, "float64"),
@@ -126,12 +134,42 @@ class SafetensorsFiles:
             file.close()
 
 
+def unread(stored: StoredTensor) -> UnreadWeight:
+    """A matrix of plain floats that is read when it is bound, or never: its rows may stay there."""
+    rows, columns = stored.shape
+    kind = FLOAT_TYPES[stored.dtype]
+    width = stored.nbytes // rows
+
+    def read(start: int, count: int) -> Layout:
+        data = stored.file.read(stored.start + start * width, count * width)
+        return Dense(torch.from_numpy(data).view(getattr(torch, kind)).reshape(count, columns))
+
+    step = max(_PIECE // width // PIECE_ROWS, 1) * PIECE_ROWS
+    spec = QuantSpec.parse(stored.dtype.lower())
+    where = StoredRows((rows, columns), kind, stored.file.descriptor, stored.start, width)
+    return UnreadWeight(Pieces((rows, columns), read, step), spec, where)
+
+
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors hold the same values of the same type; reads until they differ."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     for start in range(0, one.nbytes, _PIECE):
         size = min(_PIECE, one.nbytes - start)
+        parts = [each.file.read(each.start + start, size).tobytes() for each in (one, other)]
+        if parts[0] != parts[1]:
+            return False
+    return True
+
+
+def alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same values as far as 64 pieces show, spread over them: 4 MiB
+    instead of gigabytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = max(one.nbytes // _SAMPLES, _SAMPLE)
+    for start in range(0, one.nbytes, step):
+        size = min(_SAMPLE, one.nbytes - start)
         parts = [each.file.read(each.start + start, size).tobytes() for each in (one, other)]
         if parts[0] != parts[1]:
             return False

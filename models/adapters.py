@@ -15,7 +15,8 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Embedding, ExpertProjection, Projection
+from sdk.models.embedding import Embedding
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parts import Part
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import AdapterError
@@ -76,7 +77,7 @@ class ModelAdapters:
         for path, linear in model.linears():
             if isinstance(linear, ExpertProjection):
                 self._experts.append(path.rpartition(".")[0])
-            elif linear.parts:
+            elif isinstance(linear, Projection) and linear.parts:
                 self._add(linear, linear.weight.shape, linear.parts)
         if isinstance(model, Decoder) and model.embedding is not None:
             embedding, config = model.embedding, model.config

@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
-    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`."""
+    ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.ops.Ops.attention`; ``inputs``: the
+    embeddings of each layer, float32 ``[T, layers * features]``."""
 
     batch: AttentionBatch
     angles: Sequence[tuple[Tensor, Tensor]]
     biases: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 class Attention:
     """Grouped-query attention of one layer.
 
-    Without ``reduce`` a rank's result is its part of the sum over ranks.
+    Without ``reduce`` a rank's result is its part of the sum over ranks. A layer that reads the
+    keys and values of an earlier one has queries alone.
     ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
 
@@ -52,34 +55,43 @@ class Attention:
         reduce: bool = True,
     ) -> None:
         c, heads, rules = source.config, source.heads_of(index), rules or LayerRules()
-        count = c.heads_of(index)
+        count, cache = c.heads_of(index), c.attention_of(index)
         self.ops = source.ops
-        self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
+        self.shares_keys = c.shares_keys(index)
+        self.keys_as_values = bool(c.keys_as_values) and c.keys_as_values[index]
+        self.heads, self.head_dim = heads.count, cache.key_dim
+        self.kv_heads = 0 if self.shares_keys else heads.kv_count
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
         groups = window_groups(c.caches)
         self.group = groups.index(self.window) if self.window in groups and c.causal else None
         self.rope = c.rope_of_layer[index]
-        d = c.head_dim
-        self.query_scale = c.query_scale
+        d = cache.key_dim
+        rotates = c.ropes[self.rope].rotates
+        plain = rules.unrotated_plain and not rotates
+        self.query_scale = c.query_scale if plain or not rules.unrotated_plain else None
+        self.factor, self.chunked = c.attention_factor, c.chunked_windows
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
         self.gate = gate
-        keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
-        parts = [
-            ("q_proj", count * d, heads.start * d, heads.count * d),
-            ("k_proj", *keys),
-            ("v_proj", *keys),
-        ]
-        if gate is not None:  # of the same input: a part of the same product
+        keys = (cache.kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        of_queries = 2 * d if gate is not None and gate.with_queries else d
+        parts = [("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries)]
+        if not self.shares_keys:
+            parts.append(("k_proj", *keys))
+            parts += [] if self.keys_as_values else [("v_proj", *keys)]
+        if gate is not None and not gate.with_queries:  # of the same input: of the same product
             width = 1 if gate.per_head else d
             sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
         head = order = None
-        if rules.adjacent_pairs and c.ropes[self.rope].rotates:
+        features = sum(own for *_, own in parts)
+        if of_queries > d:
+            order = _queries_first(self.heads, d, features)
+        if rules.adjacent_pairs and rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, sum(own for *_, own in parts))
+            order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
@@ -91,13 +103,13 @@ class Attention:
         )
         self.norms: HeadNorms | None = None
         self.width_norms: WidthNorms | None = None
-        kind = rules.qk_norm if c.qk_norm else None
+        kind = rules.qk_norm if c.qk_norm and not plain else None
         if kind == "width":
             self.width_norms = WidthNorms(source, path)
         elif kind == "each_head":
             self.norms = _norms_of_each_head(source, path, rules, head)
         elif kind is not None:
-            self.norms = _head_norms(source, path, rules, head)
+            self.norms = _head_norms(source, path, rules, head, d, keys=not self.shares_keys)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", count)
@@ -131,10 +143,7 @@ class Attention:
         """Attention of the projected ``[T, features of q, k, v and the gate]``."""
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
-        counts = [self.heads, self.kv_heads, self.kv_heads]
-        width = sum(counts) * self.head_dim
-        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes(counts, dim=1)
+        q, k, v, gate = self._split(qkv)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
@@ -151,10 +160,23 @@ class Attention:
             slopes=self.slopes,
             causal=self.causal,
             biases=step.biases,
+            chunked=self.chunked and self.window is not None,
         )
         if self.gate is not None:
-            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
-        return self.out(y)
+            y = self.ops.gate(y, gate, self.gate.kind)
+        return self.ops.scale(self.out(y), self.factor)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[T, heads, head_dim]``, and the gate's part, maybe empty."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.gate is not None and self.gate.with_queries:
+            parts = qkv.split_with_sizes([queries, queries, keys, keys], dim=1)
+            q, gate, k, v = parts
+        else:
+            rest = qkv.shape[1] - queries - 2 * keys
+            q, k, v, gate = qkv.split_with_sizes([queries, keys, keys, rest], dim=1)
+        tokens, d = len(qkv), self.head_dim
+        return q.view(tokens, -1, d), k.view(tokens, -1, d), v.view(tokens, -1, d), gate
 
 
 class WidthNorms:
@@ -198,17 +220,27 @@ class WidthNorms:
         return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
-def _head_norms(source: Source, path: str, rules: LayerRules, order: Tensor | None) -> HeadNorms:
-    """The norms of each head. ``order``: of the features of queries and keys.
+def _head_norms(
+    source: Source,
+    path: str,
+    rules: LayerRules,
+    order: Tensor | None,
+    width: int,
+    *,
+    keys: bool,
+) -> HeadNorms:
+    """The norms of each head of ``width`` features. ``order``: of those of queries and keys.
+    ``keys``: the layer has keys of its own.
 
     What has no weight gets one of ones, with which the rotation's kernel takes it. A GGUF file may
     have weights where the model has none: its converter writes factors there.
     """
-    width, eps = source.config.head_dim, source.config.norm_eps
+    eps = source.config.norm_eps
     plain = Norm(torch.ones(width, device=source.ops.device), eps)
     q = k = plain
     if rules.qk_norm == "head" or source.has(f"{path}.q_norm.weight"):
-        q, k = (source.norm(f"{path}.{name}_norm", width) for name in "qk")
+        q = source.norm(f"{path}.q_norm", width)
+        k = source.norm(f"{path}.k_norm", width) if keys else q
     if order is not None and q.weight is not None and k.weight is not None:
         q, k = replace(q, weight=q.weight[order]), replace(k, weight=k.weight[order])
     return HeadNorms(q, k, plain if rules.v_norm else None, rules.norm_after_rotation)
@@ -251,6 +283,14 @@ def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
     second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
     return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _queries_first(heads: int, head_dim: int, features: int) -> Tensor:
+    """The order of ``features``, int64, of which the first are a query and its gate of each of
+    ``heads``: all queries, then all gates."""
+    pairs = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim)
+    first = torch.cat([pairs[:, 0].flatten(), pairs[:, 1].flatten()])
+    return torch.cat([first, torch.arange(2 * heads * head_dim, features)])
 
 
 def _of_heads(head: Tensor, count: int, features: int) -> Tensor:

@@ -10,7 +10,8 @@ rejected by name before anything is allocated from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
@@ -20,9 +21,11 @@ from sdk.models.architecture import (
     Alibi,
     Architecture,
     Biases,
+    Blocks,
     ConfigRules,
     DistanceBuckets,
     EmbeddingRules,
+    LayerCaches,
     architecture,
 )
 from sdk.models.config_fields import (
@@ -36,9 +39,12 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
+from sdk.models.latent_config import latent_scale
+from sdk.models.latent_spec import LatentSpec
+from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
-from sdk.models.sliding import sliding_windows
+from sdk.models.sliding import chunked, sliding_windows
 from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
 
@@ -67,7 +73,18 @@ class ModelConfig:
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
-    the architecture says it.
+    the architecture says it. ``blocks``: of what each layer consists; empty: all attend and have an
+    MLP. ``recurrent``: the sizes of the recurrent mixer of those that have one.
+    ``attention_factor`` multiplies what attention adds; ``mlp_factors``: the gate of an MLP, and
+    what that adds.
+    ``layer_caches``: see :data:`sdk.models.architecture.LayerCaches`; empty: all layers have
+    ``num_kv_heads`` heads of ``head_dim``, which are the most otherwise. ``keys_as_values``: the
+    layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
+    widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
+    ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
+    ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
+    token keeps, and there is one key head.
+    ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -112,6 +129,20 @@ class ModelConfig:
     embedding_size: int | None = None
     layer_heads: tuple[int, ...] = ()
     gate_per_head: bool | None = None
+    blocks: tuple[Blocks, ...] = ()
+    recurrent: RecurrentSpec | None = None
+    attention_factor: float = 1.0
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+    layer_caches: LayerCaches = ()
+    keys_as_values: tuple[bool, ...] = ()
+    layer_widths: tuple[int, ...] = ()
+    layer_inputs: int = 0
+    latent: LatentSpec | None = None
+    chunked_windows: bool = False
+
+    def blocks_of(self, layer: int) -> Blocks:
+        """Of what a layer consists."""
+        return self.blocks[layer] if self.blocks else Blocks()
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -119,16 +150,73 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """What its layers keep of the tokens before, in the order of the layers."""
-        dim = self.head_dim
-        return tuple(
-            AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
-        )
+        """What its layers keep of the tokens before, in the order of the layers; in a layer
+        attention comes first."""
+        return self.rank_caches(1)
+
+    def rank_caches(self, ranks: int) -> tuple[Cache, ...]:
+        """The same with what one of ``ranks`` ranks keeps of recurrent states.
+
+        :raises AlignmentError: the heads of states cannot be divided over the ranks.
+        """
+        if self.layer_caches:
+            return tuple(one for one in self.layer_caches if not isinstance(one, int))
+        dim, latent, found = self.head_dim, self.latent is not None, list[Cache]()
+        values = dim if self.latent is None else self.latent.rank
+        state = None if self.recurrent is None else self.recurrent.cache(ranks)
+        for layer, window in enumerate(self.sliding_windows):
+            blocks = self.blocks_of(layer)
+            if blocks.attention:
+                found.append(AttentionCache(self.num_kv_heads, dim, values, window, latent))
+            if blocks.recurrent and state is not None:
+                found.append(state)
+        return tuple(found)
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
-        return (layer,)
+        if self.layer_caches:
+            own = self.layer_caches[layer]
+            first = own if isinstance(own, int) else layer
+            return (sum(not isinstance(one, int) for one in self.layer_caches[:first]),)
+        counts = [int(one.attention) + int(one.recurrent) for one in self.blocks[: layer + 1]]
+        if not counts:
+            return (layer,)
+        return tuple(range(sum(counts[:-1]), sum(counts)))
+
+    def attention_of(self, layer: int) -> AttentionCache:
+        """The cache of a layer's keys and values."""
+        found = self.caches[self.caches_of(layer)[0]]
+        assert isinstance(found, AttentionCache)
+        return found
+
+    def shares_keys(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of an earlier one and has none itself."""
+        return bool(self.layer_caches) and isinstance(self.layer_caches[layer], int)
+
+    def width_of(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
+
+    def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
+        """A model of one layer with attention like that of a layer of this model, and ``experts``
+        or an MLP."""
+        spec, own = self.experts if experts else None, bool(self.layer_caches)
+        return replace(
+            self,
+            num_layers=1,
+            rope_of_layer=(self.rope_of_layer[layer],),
+            sliding_windows=(self.sliding_windows[layer],),
+            num_heads=self.heads_of(layer),
+            layer_heads=(),
+            experts=None if spec is None else replace(spec, layers=(True,)),
+            blocks=(),
+            recurrent=None,
+            layer_caches=(self.attention_of(layer),) if own else (),
+            keys_as_values=self.keys_as_values[layer : layer + 1],
+            intermediate_size=self.width_of(layer),
+            layer_widths=(),
+        )
 
     @property
     def embedding_width(self) -> int:
@@ -148,35 +236,37 @@ class ModelConfig:
             return cls.from_dict({**_outer_facts(config), **text})
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
-        rules = ConfigRules() if known is None else known.config
+        own = known or Architecture(model_type)
+        rules, embedding = own.config, own.embedding
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
-        embedding = EmbeddingRules() if known is None else known.embedding
-        first, unused = _first_position(fields, embedding)
-        biases = (rules.biases or _biases)(fields)
-        causal = rules.causal and _causal(fields)
+        latent = None if rules.latent is None else rules.latent(fields)
+        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers, latent)
+        first, max_position = _positions(fields, embedding, latent)
+        biases, causal = (rules.biases or _biases)(fields), rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
-        still = rules.unrotated and rules.unrotated(fields, windows)
-        ropes, rope_of_layer = ropes_of_layers(fields, head_dim, windows, still, rules.rotation)
+        caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
+        dims = _head_dims(caches, windows, head_dim if latent is None else latent.turning)
+        ropes, of_layer = _ropes(fields, rules, dims, windows)
         experts = known and experts_of(fields, known, layers)
+        widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
         return cls(
-            model_type=model_type if known is None else known.model_type,
+            model_type=own.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
-            intermediate_size=_width(fields, rules, experts),
+            intermediate_size=max(widths) if widths else _width(fields, rules, experts),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            head_dim=max(dims) if latent is None else head_dim,
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
+            max_position=max_position,
             ropes=ropes,
-            rope_of_layer=rope_of_layer,
+            rope_of_layer=of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=_attention_scale(fields, head_dim),
+            attention_scale=rules.attention_scale or _attention_scale(fields, head_dim, latent),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -203,6 +293,18 @@ class ModelConfig:
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
             layer_heads=layer_heads,
             gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
+            blocks=_blocks(fields, rules, layers),
+            recurrent=None if rules.recurrent is None else rules.recurrent(fields),
+            attention_factor=fields.positive("attention_output_factor", default=1.0),
+            mlp_factors=_mlp_factors(fields),
+            layer_caches=caches,
+            keys_as_values=(
+                () if rules.keys_as_values is None else tuple(rules.keys_as_values(fields, windows))
+            ),
+            layer_widths=widths,
+            layer_inputs=_layer_inputs(fields, rules),
+            latent=latent,
+            chunked_windows=chunked(fields),
         )
 
 
@@ -226,7 +328,9 @@ def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> in
     return fields.count(key, MAX_WIDTH, default=None if experts is None else experts.width)
 
 
-def _attention_scale(fields: Fields, head_dim: int) -> float:
+def _attention_scale(fields: Fields, head_dim: int, latent: LatentSpec | None) -> float:
+    if latent is not None:
+        return latent_scale(fields, latent)
     scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
     scale = fields.positive("attention_multiplier", default=scale)
     return scale * fields.positive("qk_scale_factor", default=1.0)
@@ -272,9 +376,22 @@ def _layer_heads(fields: Fields, layers: int) -> tuple[int, ...]:
     return counts if len({*counts}) > 1 else ()
 
 
-def _heads(fields: Fields, hidden: int, layers: int) -> tuple[tuple[int, ...], int, int, int]:
+def _ropes(
+    fields: Fields, rules: ConfigRules, dims: tuple[int, int], windows: Sequence[int | None]
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    """See :func:`ropes_of_layers`; ``dims``: dimensions of a head that may rotate in layers that
+    see all tokens, and in those with a window."""
+    still = rules.unrotated and rules.unrotated(fields, windows)
+    return ropes_of_layers(fields, dims, windows, still, rules.rotation)
+
+
+def _heads(
+    fields: Fields, hidden: int, layers: int, latent: LatentSpec | None
+) -> tuple[tuple[int, ...], int, int, int]:
     """The query heads of each layer (see above) and the most of them, key/value heads, and features
     of one."""
+    if latent is not None:
+        return (), fields.count("num_attention_heads", MAX_WIDTH), 1, latent.key
     each = _layer_heads(fields, layers)
     heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
@@ -286,15 +403,48 @@ def _heads(fields: Fields, hidden: int, layers: int) -> tuple[tuple[int, ...], i
     return each, heads, kv_heads, fields.count("head_dim", 4096, default=hidden // heads)
 
 
-def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:
-    """The row of position 0, and how many of ``max_position_embeddings`` come before it."""
-    if rules.positions != "after padding":
-        return rules.positions, 0
+def _layer_caches(
+    fields: Fields, rules: ConfigRules, windows: Sequence[int | None], heads: Sequence[int]
+) -> LayerCaches:
+    """See :data:`LayerCaches`. ``heads``: the numbers of query heads that layers have."""
+    found = () if rules.caches is None else tuple(rules.caches(fields, windows))
+    own = {one.kv_heads for one in found if not isinstance(one, int)}
+    odd = next(((one, kv) for one in heads for kv in own if one % kv), None)
+    if odd is not None:
+        fields.fail("num_key_value_heads", f"a divisor of {odd[0]} heads in each layer", odd[1])
+    return found
+
+
+def _head_dims(
+    caches: LayerCaches, windows: Sequence[int | None], head_dim: int
+) -> tuple[int, int]:
+    """The features of a head in layers that see all tokens, and in those with a window."""
+    if not caches:
+        return head_dim, head_dim
+    own = [one for one in caches if not isinstance(one, int)]
+    by_kind = {one.window is not None: one.key_dim for one in reversed(own)}
+    return by_kind.get(False, by_kind.get(True, 0)), by_kind.get(True, by_kind.get(False, 0))
+
+
+def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
+    key = rules.layer_inputs
+    if key is None or fields.values.get(key, 0) == 0:
+        return 0
+    return fields.count(key, MAX_WIDTH)
+
+
+def _positions(
+    fields: Fields, rules: EmbeddingRules, latent: LatentSpec | None
+) -> tuple[int | None, int]:
+    """The row of position 0, and the longest context, without rows that come before it."""
     rows = fields.count("max_position_embeddings", MAX_POSITION)
+    if rules.positions != "after padding":
+        most = rows if latent is None or latent.chosen is None else min(rows, latent.chosen)
+        return rules.positions, most
     padding = fields.values.get("pad_token_id")
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
-    return padding + 1, padding + 1
+    return padding + 1, rows - padding - 1
 
 
 def _embedding_size(fields: Fields, hidden: int) -> int | None:
@@ -332,12 +482,13 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """The sliding windows. transformers' class of some models does not read ``layer_types``: then
     they must say what it does anyway, because vLLM and others do read them."""
-    rule = ConfigRules().sliding if own is None else own.config.sliding
-    windows = sliding_windows(fields, layers, rule)
+    rules = ConfigRules() if own is None else own.config
+    rule = rules.sliding
+    windows = sliding_windows(fields, layers, rule, tuple(rules.kinds))
     kinds = config.get("layer_types")
     if own is not None and kinds is not None and "layer_types" not in own.config.keys:
         stated = {"layer_types": kinds, "sliding_window": config.get("sliding_window")}
-        found = sliding_windows(Fields(without_null(stated)), layers, rule)
+        found = sliding_windows(Fields(without_null(stated)), layers, rule, tuple(rules.kinds))
         if found != windows:
             index = next(i for i in range(layers) if found[i] != windows[i])
             raise UnsupportedError(
@@ -352,6 +503,21 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _mlp_factors(fields: Fields) -> tuple[float, float]:
+    if not fields.has("mlp_multipliers"):
+        return 1.0, 1.0
+    gate, out = fields.factors("mlp_multipliers", 2)
+    return gate, out
+
+
+def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ...]:
+    """Of what each layer consists; empty if all attend and have an MLP."""
+    kinds = fields.values.get("layer_types")
+    if not rules.kinds or kinds is None:
+        return ()
+    return tuple(rules.kinds.get(kind, Blocks()) for kind in kinds[:layers])
 
 
 def _checked_activation(

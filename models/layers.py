@@ -18,13 +18,17 @@ from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
+from sdk.models.embedding import Embedding
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
-from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
+from sdk.quant.stored import StoredWeight
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -153,34 +157,8 @@ class ExpertProjection:
             self.bias[index] = bias
 
 
-class Embedding:
-    """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
-
-    def __init__(
-        self, weight: Weight, start: int, config: ModelConfig, mesh: Mesh, ops: Ops
-    ) -> None:
-        self.ops = ops
-        self.weight = weight
-        self.start = start
-        self.vocab_size = config.vocab_size
-        self.scale = config.embedding_scale
-        self.norm: Norm | None = None
-        self.mesh = mesh
-        self.adapters: Adapters | None = None
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
-        slots = None if self.adapters is None else self.ops.adapter_slots
-        group, part = self.mesh.group, None
-        if group is not None:
-            part = self.start, self.vocab_size
-        x = self.weight.rows(ids, part)
-        if group is not None:
-            self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
-        if self.adapters is not None and slots is not None:
-            self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
-        x = self.ops.scale(x, self.scale)
-        return x if self.norm is None else self.ops.norm(x, self.norm)
+#: All kinds of projections.
+Linear = Projection | ExpertProjection | HeadProjection
 
 
 class Head:
@@ -234,7 +212,7 @@ class Source:
         self.max_model_len = max_model_len
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
-        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
+        self.linears: list[tuple[str, Linear]] = []
         own = architecture(config.model_type)
         self._rules = own or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
@@ -246,7 +224,8 @@ class Source:
             return self._body + path.removeprefix("model.")
         return self._outer + path
 
-    def _pull(self, path: str, shape: tuple[int, int]) -> Weight:
+    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
+        """A matrix as the checkpoint has it."""
         weight = self.checkpoint.weight(self._name(path))
         if weight.shape != shape:
             raise CheckpointError(
@@ -266,14 +245,15 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        return self.mesh.heads(self.config.heads_of(layer), self.config.num_kv_heads)
+        kv_heads = self.config.attention_of(layer).kv_heads
+        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, *shape: int) -> Tensor:
-        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
+    def vector(self, path: str, *shape: int | None) -> Tensor:
+        """A plain tensor, float32; ``[1]`` may lack its dimension in the file. ``None``: any."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
@@ -281,10 +261,12 @@ class Source:
             # ERNIE has the bias of a router as one row.
             if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
                 tensor = tensor[0]
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
-                )
+            sizes = list(tensor.shape)
+            if len(sizes) != len(shape) or sizes != [
+                w or n for w, n in zip(shape, sizes, strict=True)
+            ]:
+                name = self._name(path)
+                raise CheckpointError(f"{name}: expected shape {list(shape)}, found {sizes}")
             found = tensor.to(self.ops.device)
         self.vectors[path] = found
         return found
@@ -323,14 +305,14 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        matrix = self._matrix(path, pull, activation_bits)
+        matrix = self.matrix_of(path, pull, activation_bits)
         if matrix.order is not None:  # that of the products, after what adapters add to them
             parts = [part._replace(order=None) for part in parts]
         linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
-    def _matrix(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
+    def matrix_of(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
@@ -348,16 +330,18 @@ class Source:
         bias: bool = False,
         accurate: bool = False,
         order: Tensor | None = None,
+        inputs: int | None = None,
     ) -> Projection:
-        """Projections of one input as one column-parallel projection.
+        """Projections of one input, of ``inputs`` features (default: hidden), as one
+        column-parallel projection.
 
-        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
-        that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
-        ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
+        ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
+        same result. ``accurate``: with ``ACCURATE`` activation bits (see :meth:`Ops.linear`).
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
         """
-        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+        whole, hidden = f"{path}.{fused}", inputs or self.config.hidden_size
 
         def pull() -> Matrix:
             found = self._columns(path, fused, parts, hidden, bias)
@@ -403,25 +387,23 @@ class Source:
     ) -> Matrix:
         """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
-        total = sum(size for _, size, _, _ in parts)
+        offsets, total = offsets_of(parts)
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
-            weight = self._pull(whole, (total, inputs))
+            weight = self.pull(whole, (total, inputs))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
                 return Matrix(weight, joined)
-            offset = 0
-            for _, size, start, count in parts:
-                weights.append(self._cut(whole, weight, "out", offset + start, count))
-                first = offset + start
+            for name, _, start, count in parts:
+                first = offsets[name] + start
+                weights.append(self._cut(whole, weight, "out", first, count))
                 biases.append(None if joined is None else joined[first : first + count])
-                offset += size
         else:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"
                 weights.append(
-                    self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
+                    self._cut(part, self.pull(part, (size, inputs)), "out", start, count)
                 )
                 gate = fused == "qkv_proj" and name not in _QKV  # gates of attention have none
                 own = self._bias(part, size, bias and not gate)
@@ -451,7 +433,7 @@ class Source:
         hidden = self.config.hidden_size
 
         def pull() -> Matrix:
-            weight = self._pull(path, (hidden, in_features))
+            weight = self.pull(path, (hidden, in_features))
             weight = self._cut(path, weight, "in", start, count)
             found = self._bias(path, hidden, bias)
             return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
@@ -465,7 +447,7 @@ class Source:
         """A projection that every rank has as a whole, with a bias if the file has one."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, shape)
+            weight = self.pull(path, shape)
             return Matrix(weight, self._bias(path, out_features, False))
 
         shape = (out_features, in_features)
@@ -490,10 +472,11 @@ class Source:
         self, path: str, names: tuple[str, ...], expert: int, start: int, count: int
     ) -> tuple[Weight, Tensor | None]:
         """What one expert has of :meth:`expert_columns`: its weight and its bias."""
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         parts = [f"{path}.{expert}.{name}" for name in names]
-        whole = [self._pull(part, (spec.width, hidden)) for part in parts]
+        whole = [self.pull(part, (spec.width, hidden)) for part in parts]
         cut = [
             self._cut(part, weight, "out", start, count)
             for part, weight in zip(parts, whole, strict=True)
@@ -503,9 +486,8 @@ class Source:
         biases = [self._bias(part, spec.width, False) for part in parts]
         present = [bias[start : start + count] for bias in biases if bias is not None]
         if len(present) not in (0, len(parts)):
-            raise CheckpointError(
-                f"{self._name(parts[0])}: expected a bias of all parts or of none"
-            )
+            name = self._name(parts[0])
+            raise CheckpointError(f"{name}: expected a bias of all parts or of none")
         return weight, torch.cat(present) if present else None
 
     def expert_rows(
@@ -522,10 +504,11 @@ class Source:
 
         Results of parts of an expert get summed, so only rank 0 has the bias then.
         """
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         part = f"{path}.{expert}.{name}"
-        weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
+        weight = self._cut(part, self.pull(part, (hidden, spec.width)), "in", start, count)
         weight.bind(self.ops)
         bias = self._bias(part, hidden, False)
         return weight, bias if self.mesh.rank == 0 or count == spec.width else None
@@ -545,7 +528,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined, _ = self._matrix(path, pull)
+        weight, joined, _ = self.matrix_of(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -566,23 +549,27 @@ class Source:
             bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
         return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
-    def embedding(self) -> Embedding:
+    def embedding(self, path: str = "model.embed_tokens") -> Embedding:
         """The first matrix of the model."""
-        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        weight, (start, _) = self._by_token(path), self._tokens
         found = Embedding(weight, start, self.config, self.mesh, self.ops)
         if self._rules.embedding.unweighted_norm:
             found.norm = Norm(None, self.config.norm_eps)
         return found
 
-    def table(self, path: str, rows: int, first: int = 0) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, features of embeddings]``;
-        all ranks have all of them."""
+    def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``; ranks have all.
+        ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
+        of embeddings."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, self.config.embedding_width))
+            shape = (first + rows, width or self.config.embedding_width)
+            weight = self.pull(path, shape)
+            if width and isinstance(weight, UnreadWeight) and weight.stored is not None:
+                return Matrix(StoredWeight(weight.stored, weight), None)
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -594,7 +581,7 @@ class Source:
 
         def pull() -> Matrix:
             width = self.config.hidden_size if path == "lm_head" else self.config.embedding_width
-            weight = self._pull(path, (self.config.vocab_size, width))
+            weight = self.pull(path, (self.config.vocab_size, width))
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight

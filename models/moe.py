@@ -2,8 +2,11 @@
 
 ``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
 models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
-uses. Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
-same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+uses. Experts may read and return fewer features than the model has, between two projections that
+they share ("latent" experts).
+
+Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same
+experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
 results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
 experts, and the ranks exchange the rows that these have computed. With data parallel attention the
 ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
@@ -13,8 +16,10 @@ split like any MLP; without tensor parallelism a rank computes them for its own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.kernels.lazy_torch import torch
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rows
     from sdk.models.architecture import LayerRules
     from sdk.models.expert_placement import Placement
-    from sdk.models.layers import Source
+    from sdk.models.layers import Projection, Source
     from sdk.quant.weight import Weight
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -55,8 +60,8 @@ class ExpertArrival(NamedTuple):
 
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
-    the others, unless ranks have whole experts. ``share``: the experts of this rank, if it has
-    whole ones."""
+    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
+    rank, if it has whole ones."""
 
     def __init__(
         self,
@@ -75,6 +80,14 @@ class ExpertMLP:
         router = f"{path}.{rules.router}"
         self.router = source.matrix(router, self.spec.count, c.hidden_size)
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
+        #: The factor of each expert, where it has one.
+        self.factors: Tensor | None = None
+        #: One, if the score of a token's expert multiplies what that reads.
+        self.one: Tensor | None = None
+        if rules.route_inputs:
+            self.one = torch.ones(1, device=self.ops.device)
+        if self.spec.beside:
+            self.factors = source.vector(f"{router}.per_expert_scale", self.spec.count)
         self.shared, self.shared_gate = shared, None
         if shared is not None and rules.shared_gate:
             self.shared_gate = source.matrix(f"{path}.shared_expert_gate", 1, c.hidden_size)
@@ -88,17 +101,26 @@ class ExpertMLP:
         self.up = source.expert_columns(self.path, self.names, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
         self.sum_bias = _sum_bias(source, self.path) if rules.experts_bias else None
+        #: The projections to the features that experts read, and back.
+        self.latent: tuple[Projection, Projection] | None = None
+        if (latent := self.spec.inputs) is not None:
+            self.latent = (
+                source.matrix(f"{path}.latent_in", latent, c.hidden_size),
+                source.matrix(f"{path}.latent_out", c.hidden_size, latent),
+            )
 
     #: The router needs floats.
     rounding = None
 
-    def __call__(self, x: Rows) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, float32."""
+    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x."""
         assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        logits = self.router(x)
+        logits = self.router(x if routed is None else routed)
+        if self.latent is not None:
+            x = self.latent[0](x)
         if share is not None and (tokens := share.routing.tokens) is not None:
             logits, x = self.ops.moe.gather(logits, tokens), self.ops.moe.gather(x, tokens)
         routes = self.ops.moe.route(
@@ -107,15 +129,24 @@ class ExpertMLP:
             spec.route,
             bias=self.bias,
             experts=None if share is None else share.routing,
+            factors=self.factors,
         )
+        if self.one is not None:
+            x = self.ops.gate(x, routes.weights, "linear")
+            ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
+            routes = replace(routes, weights=ones)
         if len(self.names) == 2:
             hidden = self.up.gated(x, routes, self.activation)
         else:
             hidden = self.ops.activation(self.up(x, routes), self.activation, routes.used)
-        y = self.ops.moe.combine(self.down(hidden, routes), routes, shared, gate)
+        beside = (shared, gate) if self.latent is None else (None, None)
+        y = self.ops.moe.combine(self.down(hidden, routes), routes, *beside)
         y = self.ops.scale(y, spec.scale)
         if share is None and self.mesh.group is not None:
             y = self.ops.all_reduce(y, self.mesh.group)
+        if self.latent is not None:
+            y = self.latent[1](y)
+            y = y if shared is None else self.ops.add(y, shared)
         return y if self.sum_bias is None else self.ops.add_bias(y, self.sum_bias)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:

@@ -15,18 +15,19 @@ Rotation = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 
 def ropes_of_layers(
     fields: Fields,
-    head_dim: int,
+    head_dims: tuple[int, int],
     windows: Sequence[int | None],
     unrotated: Sequence[bool] | None = None,
     rotation: Rotation | None = None,
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
     """The rotary embeddings of a model, and which of them each layer has.
 
-    ``windows``: the sliding window of each layer. ``unrotated``: the layers without one.
+    ``head_dims``: of layers that see all tokens, and of those that slide. ``windows``: the sliding
+    window of each layer. ``unrotated``: the layers without one.
     ``rotation``: see :class:`sdk.models.architecture.ConfigRules`. ``layer_rope_theta`` of a config
     gives each layer a base of its own, or 0 for none.
     """
-    full, local = _of_full_and_sliding(fields, head_dim, rotation)
+    full, local = _of_full_and_sliding(fields, head_dims, rotation)
     if fields.has("layer_rope_theta"):
         return _by_layer(fields, full, len(windows))
     ropes = [full]
@@ -62,23 +63,24 @@ def unrotated_rope(rope: RopeSpec) -> RopeSpec:
 
 
 def _of_full_and_sliding(
-    fields: Fields, head_dim: int, rotation: Rotation | None
+    fields: Fields, head_dims: tuple[int, int], rotation: Rotation | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of the full layers and, where it differs, of the sliding ones."""
+    head_dim, sliding = head_dims
     scaling = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
     per_type = Fields(scaling, "config: rope_parameters")
     if per_type.has("full_attention") or per_type.has("sliding_attention"):
         full = _rope(fields, per_type.mapping("full_attention"), head_dim)
         local = {**per_type.mapping("sliding_attention")}
         local.setdefault("rope_theta", fields.values.get("rope_local_base_freq"))
-        return full, _rope(fields, without_null(local), head_dim)
+        return full, _rope(fields, without_null(local), sliding)
     if rotation is not None:
         base = {"rope_theta": fields.values.get("rope_theta", 10000.0)}
         scaling = {**rotation({**base, **scaling}, head_dim)}
     full = _rope(fields, scaling, head_dim)
     if not fields.has("rope_local_base_freq"):
         return full, None
-    return full, _rope(fields, {"rope_theta": fields.positive("rope_local_base_freq")}, head_dim)
+    return full, _rope(fields, {"rope_theta": fields.positive("rope_local_base_freq")}, sliding)
 
 
 def _rope(fields: Fields, scaling: Mapping[str, Any], head_dim: int) -> RopeSpec:

@@ -28,8 +28,18 @@ def all_but_every(period: int) -> SlidingRule:
     return rule
 
 
-def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, itself included; ``None`` for all."""
+def chunked(fields: Fields) -> bool:
+    """Whether windows begin at multiples of their size."""
+    kinds = fields.values.get("layer_types")
+    read = fields.has("attention_chunk_size")
+    return isinstance(kinds, (list, tuple)) and read and "chunked_attention" in kinds
+
+
+def sliding_windows(
+    fields: Fields, layers: int, rule: SlidingRule, others: Sequence[str] = ()
+) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, itself included; ``None`` for all. ``others``: names of
+    layers that a model has besides those that attend."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         sliding = rule(fields, layers)
@@ -37,14 +47,15 @@ def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int
         if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
             found = len(kinds) if isinstance(kinds, (list, tuple)) else kinds
             fields.fail("layer_types", f"a list of {layers} names", found)
-        unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+        own = "chunked_attention" if chunked(fields) else "sliding_attention"
+        known = ("full_attention", own, *others)
+        unknown = [k for k in kinds if k not in known]
         if unknown:
-            raise UnsupportedError(
-                "config: layer_types: expected full_attention or sliding_attention, "
-                f"found {unknown[0]!r}"
-            )
-        sliding = [kind == "sliding_attention" for kind in kinds]
+            names = " or ".join((", ".join(known[:-1]), known[-1]))
+            raise UnsupportedError(f"config: layer_types: expected {names}, found {unknown[0]!r}")
+        sliding = [kind == own for kind in kinds]
     if not any(sliding):
         return (None,) * layers
-    window = fields.count("sliding_window", MAX_POSITION)
+    size = "attention_chunk_size" if chunked(fields) else "sliding_window"
+    window = fields.count(size, MAX_POSITION)
     return tuple(window if slides else None for slides in sliding)

@@ -15,6 +15,8 @@ from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 #: Names of the embedding in safetensors folders and in GGUF files.
 EMBEDDINGS = ("embed_tokens", "token_embd")
+#: Names of the table with the inputs of all layers, which is looked up by row.
+LAYER_TABLES = ("embed_tokens_per_layer", "per_layer_token_embd")
 _ENDS = (*EMBEDDINGS, "lm_head", "output")
 #: Tensors of a model's numbered blocks, whatever the blocks are called.
 _IN_BLOCK = re.compile(r"\.\d+\.")

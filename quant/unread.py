@@ -13,6 +13,7 @@ from sdk.kernels.layouts import Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.linear import gather_rows, slice_rows
+from sdk.kernels.stored_rows import StoredRows
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Side, Weight, weight_of
@@ -21,8 +22,10 @@ from sdk.quant.weight import PackedWeight, Side, Weight, weight_of
 class UnreadWeight(PackedWeight):
     """``unread`` as a weight. Whatever needs its ``layout`` before it is bound reads all of it."""
 
-    def __init__(self, unread: Pieces, spec: QuantSpec) -> None:
+    def __init__(self, unread: Pieces, spec: QuantSpec, stored: StoredRows | None = None) -> None:
         self.shape = unread.shape
+        #: Where its rows are in the file, if they are stored as kernels may read them.
+        self.stored = stored
         self._unread: Pieces | None = unread
         self._spec = spec
         self._layout = self._bound = None

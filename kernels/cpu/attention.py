@@ -39,11 +39,13 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         inner_contiguous(q, torch.float32, "attention q")
-        check_levels(pages, kv_heads, head_dim)
+        value_dim = out.shape[1] // heads
+        check_levels(pages, kv_heads, head_dim, value_dim)
         sinks, slopes = _by_head("sinks", sinks, heads), _by_head("slopes", slopes, heads)
         if biases is not None:
             biases = floats(biases, "attention biases")
@@ -84,6 +86,9 @@ class Attention:
             0,
             not causal,
             0 if biases is None else biases.shape[1] // 2,
+            chunked,
+            value_dim,
+            pages.latent,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 

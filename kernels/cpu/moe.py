@@ -41,11 +41,13 @@ class Route:
         bias: Tensor | None,
         chosen: Tensor,
         weights: Tensor,
+        factors: Tensor | None = None,
     ) -> None:
         logits = floats(logits, "route logits")
         args = RouteArgs(
             logits.data_ptr(),
             None if bias is None else floats(bias, "route bias").data_ptr(),
+            None if factors is None else floats(factors, "route factors").data_ptr(),
             chosen.data_ptr(),
             weights.data_ptr(),
             logits.shape[1],

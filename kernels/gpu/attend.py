@@ -33,9 +33,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Where the tiles begin of which the query at ``position`` sees anything."""
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    return first_seen(position, window, WINDOW) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The first key that the query at ``position`` sees.
+
+    ``WINDOW``: 0: all before it; 1: those less than ``window`` away; 2: from its last multiple on.
+    """
+    first = position * 0
+    if WINDOW == 1:
+        first = tl.maximum(position - window + 1, 0)
+    elif WINDOW == 2:
+        first = position // window * window
     return first
 
 
@@ -71,7 +82,9 @@ def _masked(score, key, at, end, window, WINDOW: tl.constexpr, BOTH: tl.constexp
     hidden = (key >= end)[None, :]
     if not BOTH:
         hidden = (key[None, :] > at[:, None]) | hidden
-    if WINDOW:
+    if WINDOW == 2:
+        hidden = hidden | (key[None, :] < (at // window * window)[:, None])
+    elif WINDOW:
         hidden = hidden | (key[None, :] <= at[:, None] - window)
         if BOTH:
             hidden = hidden | (key[None, :] >= at[:, None] + window)

@@ -67,6 +67,8 @@ class Attention:
             return 'its products round to 16 bits, but compute="exact"'
         if "biases" in problem.format.split():
             return "biases of scores by distance (MPNet, T5): expected linear ones or none"
+        if "latent" in problem.format.split():
+            return "values that are parts of keys (latent attention): it reads both"
         return reject(problem)
 
     def run(
@@ -82,6 +84,7 @@ class Attention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
         assert biases is None
         sides = page_sides(pages, q.shape[2])
@@ -94,7 +97,9 @@ class Attention:
         if scale <= 0:
             raise KernelError(f"attention: expected a scale above 0, found {scale}")
         dots = [self._dot(side) for side in sides]
-        step = Step(q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window))
+        step = Step(
+            q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window), chunked=chunked
+        )
         if not causal:
             step.prefill(step.tile if self._fixed else step.prompt_tile, fewest=1, both=True)
             return
@@ -113,13 +118,15 @@ class Attention:
         step.prefill(step.prompt_tile, fewest=fewest)
 
     def _dot(self, side: PageSide) -> Any:
-        """The type of a product's operands; cards before 8.0 do not support bfloat16."""
-        dtype = side.codes.dtype
-        if self._exact:
-            return tl.float32
-        if dtype == torch.bfloat16 and not INTERPRETED:
-            return tl.float32 if old_card(side.codes.device) else tl.bfloat16
-        return _DOTS.get(dtype, tl.float16)
+        return tl.float32 if self._exact else dot_type(side)
+
+
+def dot_type(side: PageSide) -> Any:
+    """The type of a product's operands; cards before 8.0 do not support bfloat16."""
+    dtype = side.codes.dtype
+    if dtype == torch.bfloat16 and not INTERPRETED:
+        return tl.float32 if old_card(side.codes.device) else tl.bfloat16
+    return _DOTS.get(dtype, tl.float16)
 
 
 class Step:
@@ -134,6 +141,8 @@ class Step:
         out: Tensor,
         by_head: tuple[Tensor | None, Tensor | None],
         options: tuple[float, float | None, int | None],
+        *,
+        chunked: bool = False,
     ) -> None:
         self.q, self.batch, self.out = q, batch, out
         self.heads, self.head_dim = q.shape[1:]
@@ -147,14 +156,15 @@ class Step:
         self.pages = (k.codes, k.scales, v.codes, v.scales)
         self.group = self.heads // self.kv_heads
         width = max(dot.primitive_bitwidth // 8 for dot in dots)
-        plain = width == 4 or old_card(q.device)
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        # Heads above 256 have the tiles of plain units, which leave most registers: not measured.
+        plain = width == 4 or old_card(q.device) or self.block_d > 256
         nibbles = INT4.value in (k.kind, v.kind)
         odd = nibbles and self.block_d != self.head_dim
         self.constants = {
             **_side_constants("K", k, dots[0]),
             **_side_constants("V", v, dots[1]),
-            "CONVERT": _convert(q.device).value,
+            "CONVERT": convert_of(q.device).value,
             "WIDEN": INTERPRETED,
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
@@ -163,7 +173,7 @@ class Step:
             # plain units within half of that, or exact products spill 288 bytes on sm_90, as int4
             # of head_dim 80 spills 32.
             "BLOCK_N": max(16, min(64, (2048 if plain else 4096 if odd else 8192) // self.block_d)),
-            "WINDOW": window is not None,
+            "WINDOW": 0 if window is None else 2 if chunked else 1,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
@@ -189,7 +199,7 @@ class Step:
         # Registers and shared memory for one query: at most 168 of a thread on NVIDIA's cards, but
         # 203 with 8-bit floats converted byte by byte; 38 KiB with 128 dimensions.
         slim = self.block_d <= 128 and self.few_warps == 4
-        slow = _convert(q.device).value == BYTES.value and {k.kind, v.kind} & _FLOAT8_KINDS
+        slow = convert_of(q.device).value == BYTES.value and {k.kind, v.kind} & _FLOAT8_KINDS
         fits = self.block_d < 128 or _capability(q.device) in _ROOMY
         #: Programs of decode attention with one query that run on a processor at a time.
         self.resident = 3 if slim and fits and not slow else 2
@@ -349,7 +359,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _convert(device: torch.device) -> Any:
+def convert_of(device: torch.device) -> Any:
     """See ``page_codes.py``."""
     found = _capability(device)
     return FLOAT8 if found >= (8, 9) else BYTES if found > (0, 0) else PORTABLE

@@ -16,13 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.attend import attend, begun, first_key, slope_of
+from sdk.kernels.gpu.attend import attend, begun, first_key, first_seen, slope_of
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.page_codes import mixed
 
 
 @triton.jit
-def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
+def request_of(query_start, tile, requests, QUERIES: tl.constexpr):
     """The last request whose tiles begin at or before this one."""
     request = tile * 0
     high = requests
@@ -56,7 +56,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, kv_head = index // kv_heads, index % kv_heads
-    request = _request_of(query_start, tile, requests, QUERIES)
+    request = request_of(query_start, tile, requests, QUERIES)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     begin = (tile - start // QUERIES - request) * QUERIES
@@ -90,7 +90,8 @@ def prefill_kernel(
         else:
             last = length
             to = length // BLOCK_N * BLOCK_N
-    since = tl.minimum(first_key(last + BLOCK_N - 2, window, BLOCK_N, WINDOW), to)
+    begun_by_all = first_seen(last - 1, window, WINDOW)
+    since = tl.minimum(tl.cdiv(begun_by_all, BLOCK_N) * BLOCK_N, to)
     for phase in tl.static_range(3):
         low = edge if phase == 0 else since if phase == 1 else to
         high = since if phase == 0 else to if phase == 1 else last

@@ -18,7 +18,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_work import list_work
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.mlp_activations import ALWAYS_GATED, Activation
+from sdk.kernels.mlp_activations import ALWAYS_GATED, GATES, Activation
 
 ACTIVATIONS = get_args(Activation)
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
@@ -99,23 +99,26 @@ def activation_kernel(
 @triton.jit
 def gate_kernel(
     x, gate, gate_stride,
-    WIDTH: tl.constexpr, GATES: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, GATES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of columns): runs of ``WIDTH`` numbers times the function of a gate."""
+    """Grid (rows, blocks of columns): runs of ``WIDTH`` numbers times the function of a gate, by
+    its number in ``GATES`` of mlp_activations."""
     after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH * GATES
     factor = tl.load(gate + row * gate_stride + column // WIDTH, mask=mask, other=0.0)
     factor = factor.to(tl.float32)
-    if SOFTPLUS:
+    if KIND == 1:
         below = tl.exp(-tl.abs(factor))
         # log1p, which Triton does not have: exact where 1 + below has lost digits of it
         total = 1.0 + below
         lost = below / tl.where(total == 1.0, 1.0, total - 1.0)
         rest = tl.where(total == 1.0, below, tl.log(total) * lost)
         factor = tl.maximum(factor, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
-    else:
+    elif KIND == 2:
+        factor = factor * tl.sigmoid(factor)
+    elif KIND == 0:
         factor = tl.sigmoid(factor)
     place = x + row * WIDTH * GATES + column
     values = tl.load(place, mask=mask, other=0.0).to(tl.float32) * factor
@@ -263,7 +266,7 @@ class Gate:
             gate.stride(0),
             WIDTH=x.shape[1] // gates,
             GATES=gates,
-            SOFTPLUS=kind == "softplus",
+            KIND=GATES.index(kind),
             BLOCK=_BLOCK,
         )
 

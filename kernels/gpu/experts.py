@@ -78,7 +78,7 @@ def scores_of(x, GATE: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, bias, chosen, weights, epsilon, least, scale, reach, EXPERTS: tl.constexpr,
+    logits, bias, factors, chosen, weights, epsilon, least, scale, reach, EXPERTS: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, NORMALIZED: tl.constexpr, BY_SCORES: tl.constexpr,
     GROUPS: tl.constexpr, USED: tl.constexpr, BEST: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -87,7 +87,8 @@ def route_kernel(
 
     Compared as integers in the order of the floats, so that whatever the logits are, K different
     experts are chosen: rows that fill up a captured step hold anything. ``BY_SCORES``: weights are
-    scores, not the softmax of the chosen logits. Gates have the numbers of ``GATES``.
+    scores, not the softmax of the chosen logits. Gates have the numbers of ``GATES``. ``factors``
+    ``[EXPERTS]`` multiply the weights.
     """
     after_earlier()
     row = tl.program_id(0).to(tl.int64)
@@ -131,7 +132,10 @@ def route_kernel(
         shares = tl.exp(found - best)
         total = tl.sum(shares, 0) if NORMALIZED else tl.sum(tl.exp(x - best), 0)
     tl.store(chosen + row * K + place, experts, mask=wanted)
-    tl.store(weights + row * K + place, shares / total * scale, mask=wanted)
+    shares = shares / total * scale
+    if factors is not None:
+        shares *= tl.load(factors + experts, mask=wanted, other=0.0)
+    tl.store(weights + row * K + place, shares, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -267,8 +271,9 @@ class Route(_Accepting):
         bias: Tensor | None,
         chosen: Tensor,
         weights: Tensor,
+        factors: Tensor | None = None,
     ) -> None:
-        expect_on_device("route", logits, chosen, weights)
+        expect_on_device("route", logits, chosen, weights, factors)
         tokens, count = logits.shape
         k = chosen.shape[1]
         softmax = rule.gate == "softmax" and bias is None and rule.groups == 1
@@ -276,7 +281,7 @@ class Route(_Accepting):
         run_kernel(
             route_kernel,
             (tokens,),
-            *(logits, bias, chosen, weights),
+            *(logits, bias, factors, chosen, weights),
             *(rule.epsilon, rule.least, rule.scale, 2 * rule.jitter),
             EXPERTS=count,
             K=k,

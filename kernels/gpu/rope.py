@@ -60,7 +60,7 @@ def _rotated(
 
 
 @triton.jit
-def _write(
+def write_rows(
     x, codes, scales, slot, head, real, page_stride, head_stride, slot_stride, scale_page,
     scale_group,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -99,7 +99,7 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length,
+    q, k, v, cos, sin, slots, k_centre, q_norm, k_norm, v_norm, eps, positions, beta, length, shift,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
@@ -111,8 +111,8 @@ def rope_kernel(
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
     ``NORM``, ``AFTER``: whether q and k have norms, and where. With ``positions`` q is multiplied
-    by ``1 + beta * log(1 + position // length)``. ``MIX``: the Hadamard block of what lies mixed,
-    else 0; q is mixed where keys are.
+    by ``1 + beta * log(1 + (position + shift) // length)``. ``MIX``: the Hadamard block of what
+    lies mixed, else 0; q is mixed where keys are.
     """
     after_earlier()
     token = tl.program_id(0).to(tl.int64)
@@ -130,7 +130,7 @@ def rope_kernel(
             queries, column, mask, angles, half, cos, sin, q_norm, eps, HEAD_DIM, NORM, AFTER
         )
         if positions is not None:
-            steps = tl.load(positions + token) // length
+            steps = (tl.load(positions + token) + shift) // length
             turned *= 1.0 + beta * tl.log(1.0 + steps.to(tl.float32))
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
@@ -150,7 +150,7 @@ def rope_kernel(
             if CENTRE:
                 at_centre = head[:, None] * HEAD_DIM + column[None, :]
                 turned -= tl.load(k_centre + at_centre, mask=mask, other=0.0)
-            _write(
+            write_rows(
                 turned, k_codes, k_scale, slot, head, real,
                 k_page, k_row, k_slot, k_scale_page, k_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, K_KIND, K_GROUPS, K_GROUP, K_MIX,
@@ -160,7 +160,7 @@ def rope_kernel(
             values = tl.load(v + at_value, mask=mask, other=0.0).to(tl.float32)
             if v_norm is not None:
                 values = _normalized(values, column, v_norm, eps, HEAD_DIM)
-            _write(
+            write_rows(
                 values, v_codes, v_scale, slot,
                 head, real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, V_KIND, V_GROUPS, V_GROUP, V_MIX,
@@ -179,6 +179,10 @@ def angles_kernel(
     angle = position * tl.load(inv_freq + index % HALF, mask=mask, other=0.0)
     tl.store(cos + index, tl.cos(angle) * factor, mask=mask)
     tl.store(sin + index, tl.sin(angle) * factor, mask=mask)
+
+
+def _scale_of(scale: QueryScale, batch: AttentionBatch) -> tuple[Any, ...]:
+    return batch.positions, scale.beta, scale.length, scale.shift
 
 
 class RopeAndCache:
@@ -212,7 +216,7 @@ class RopeAndCache:
             raise KernelError("rope: expected contiguous heads and angles of the same strides")
         keys, values = page_sides(pages, head_dim)
         centre = pages.k_centre
-        if centre is not None:
+        if centre is not None and kv_heads:
             expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
         own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
@@ -224,14 +228,14 @@ class RopeAndCache:
                 expect(f"rope {name} norm", weight, torch.float32, head_dim)
         expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre, *weights)
         block = max(16, triton.next_power_of_2(head_dim))
-        rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
+        rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads or q.shape[1])))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
         run_kernel(
             rope_kernel,
             grid,
             *(q, k, v, cos, sin, batch.slots),
             *(centre, *weights, 0.0 if norms is None else norms.q.eps),
-            *((None,) * 3 if scale is None else (batch.positions, scale.beta, scale.length)),
+            *((None,) * 4 if scale is None else _scale_of(scale, batch)),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],

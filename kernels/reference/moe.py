@@ -24,6 +24,19 @@ class Route:
         bias: Tensor | None,
         chosen: Tensor,
         weights: Tensor,
+        factors: Tensor | None = None,
+    ) -> None:
+        self._route(logits, rule, bias, chosen, weights)
+        if factors is not None:
+            weights.mul_(factors[chosen.long()])
+
+    def _route(
+        self,
+        logits: Tensor,
+        rule: RouteRule,
+        bias: Tensor | None,
+        chosen: Tensor,
+        weights: Tensor,
     ) -> None:
         k = chosen.shape[1]
         if rule.gate == "sparse_mixer":

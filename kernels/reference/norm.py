@@ -53,8 +53,13 @@ class Gate:
         return None
 
     def run(self, x: Tensor, gate: Tensor, kind: str) -> None:
-        gate = gate.float()
-        factor = torch.sigmoid(gate) if kind == "sigmoid" else torch.nn.functional.softplus(gate)
+        factor = gate.float()
+        if kind == "sigmoid":
+            factor = torch.sigmoid(factor)
+        elif kind == "softplus":
+            factor = torch.nn.functional.softplus(factor)
+        elif kind == "silu":
+            factor = torch.nn.functional.silu(factor)
         runs = x.view(*gate.shape, -1)
         runs.copy_(runs.float() * factor.unsqueeze(2))
 
@@ -112,9 +117,9 @@ def activate(x: Tensor, kind: str, numbers: Sequence[float]) -> Tensor:
         case "silu":
             return torch.nn.functional.silu(x)
         case "gelu_tanh":
-            return torch.nn.functional.gelu(x.contiguous(), approximate="tanh")
-        case "gelu":  # of strided rows torch computes other bits
-            return torch.nn.functional.gelu(x.contiguous())
+            return torch.nn.functional.gelu(x.double(), approximate="tanh").float()
+        case "gelu":  # of strided rows, and at the end of a tensor, torch has other bits in float32
+            return torch.nn.functional.gelu(x.double()).float()
         case "relu":
             return torch.relu(x)
         case "relu2":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError, SdkError, UnsupportedError
@@ -14,11 +15,12 @@ from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.loaders.hub import HubAccess
 from sdk.memory.demand import MemoryDemand, draft_tokens
-from sdk.memory.drafting_heads import head_config
+from sdk.memory.drafting_heads import head_config, is_of_block, next_token_head
 from sdk.memory.resolve import model_config, open_model
 from sdk.memory.weights import end_bytes, weight_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import HeadConfig
+from sdk.quant.caches import StateCache
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -148,9 +150,14 @@ def _with_head(
     speculative: SpeculativeConfig,
 ) -> MemoryDemand:
     target, seqs = demand.model, demand.max_num_seqs
-    with opened_head(config, speculative, target) as (own, folder, head):
-        demand = _with_weights(demand, own, folder, head.model)
-        uses_model = not (folder.has("model.embed_tokens") and folder.has("lm_head"))
+    if speculative.is_own_head:
+        head = next_token_head(checkpoint, target)
+        demand = _with_weights(demand, config, checkpoint, head.model, partial(is_of_block, head))
+        uses_model = not (head.own_embedding and head.own_head)
+    else:
+        with opened_head(config, speculative, target) as (own, folder, head):
+            demand = _with_weights(demand, own, folder, head.model)
+            uses_model = not (folder.has("model.embed_tokens") and folder.has("lm_head"))
     if config.tensor_parallel_size > 1 and head.has_layer and uses_model:
         # rank 0 loads the whole embedding and head again: each rank has only a part of them
         again = end_bytes(config, checkpoint)
@@ -170,6 +177,11 @@ def _with_head(
 
 def _with_pages(demand: MemoryDemand, model: ModelConfig) -> MemoryDemand:
     """With the keys and values of what drafts."""
+    if any(isinstance(cache, StateCache) for cache in model.caches):
+        raise UnsupportedError(
+            f"speculative_config: model: expected one with keys and values only, found "
+            f"{model.model_type}, which has recurrent states; draft with another model"
+        )
     try:
         pages = drafting_kv_spec(model, demand.page_size, demand.kv_dtype).page_bytes
     except ValueError as error:
@@ -178,10 +190,15 @@ def _with_pages(demand: MemoryDemand, model: ModelConfig) -> MemoryDemand:
 
 
 def _with_weights(
-    demand: MemoryDemand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+    demand: MemoryDemand,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    only: Callable[[str], bool] | None = None,
 ) -> MemoryDemand:
-    """With the weights of a checkpoint, which are loaded after the model's own."""
-    own, drafting = demand.weights, weight_bytes(config, checkpoint, model)
+    """With the weights of a checkpoint, ``only`` some of them, which are loaded after the model's
+    own."""
+    own, drafting = demand.weights, weight_bytes(config, checkpoint, model, only)
     both = replace(
         own,
         total=own.total + drafting.total,

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.config import EngineConfig
+from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import facts_of
+from sdk.kernels.stored_rows import STORED_COLUMNS
 from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
 from sdk.memory.resolve import compute_of, model_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.quant.online import EMBEDDINGS, FLOATS, is_embedding_or_head, is_router, online_scheme
+from sdk.quant.online import (
+    EMBEDDINGS,
+    FLOATS,
+    LAYER_TABLES,
+    is_embedding_or_head,
+    is_router,
+    online_scheme,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,18 +40,32 @@ _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+#: The same at the beginning, or what is beside the layers.
+_AFTER = re.compile(r"^(?:(?:model\.)?mtp\.|(?:(?:\w+\.){0,2}layers|blk)\.(\d+)\.)")
+#: The matrix with the keys' and the values' part of all heads of latent attention.
+_BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
 
 def weight_bytes(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig | None = None,
+    only: Callable[[str], bool] | None = None,
 ) -> WeightBytes:
     """The bytes of the weights of ``checkpoint`` in an engine with ``config``.
 
-    ``model``: its sizes, unless its config says them.
+    ``model``: its sizes, unless its config says them. ``only``: whether a tensor is loaded
+    (default: all but those of layers after the model's last one).
     """
     model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
-    once = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    loaded = only or partial(_is_of_layers, model.num_layers)
+    once = [
+        replace(each, held=held_bytes(each, device))
+        for each in checkpoint.entries()
+        if loaded(each.name)
+    ]
+    once = [_of_heads(each, model) for each in once]
     entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
@@ -63,6 +87,12 @@ def weight_bytes(
         layers=layers,
         moving=_moving_bytes(config, entries, model),
     )
+
+
+def _is_of_layers(layers: int, name: str) -> bool:
+    """Whether a tensor is not of multi-token prediction, which comes after the ``layers``."""
+    found = _AFTER.search(name)
+    return found is None or (found[1] is not None and int(found[1]) < layers)
 
 
 def costs(
@@ -98,11 +128,30 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
     """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it."""
     if entry.held is not None:
         return entry.held
+    if device == "cpu" and stays_in_file(entry):
+        return 0
     held: int | None = None
     if len(entry.shape) > 1:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
         held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
     return entry.nbytes if held is None else held
+
+
+def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
+    """The entry with its part that is transposed as float16: see models/latent_heads.py."""
+    spec = model.latent
+    floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
+    if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):
+        return entry
+    values = _held(entry) * spec.value // (spec.still + spec.value)
+    return replace(entry, held=values + 2 * model.num_heads * spec.still * spec.rank)
+
+
+def stays_in_file(entry: TensorEntry) -> bool:
+    """Whether a CPU reads rows of a table from its file instead of holding it in memory."""
+    by_row = entry.name.removesuffix(".weight").endswith(LAYER_TABLES)
+    kinds = (*FLOATS, *(name.upper() for name in BLOCK_TYPES))
+    return by_row and entry.shape[-1] % STORED_COLUMNS == 0 and entry.format.upper() in kinds
 
 
 def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:
@@ -136,7 +185,7 @@ def _loading_bytes(
     top of everything else.
     """
     ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
-    others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
+    others = [entry for entry in entries if _held(entry) and not is_embedding_or_head(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
     in_pieces = resolve.device_of(config) == "cpu" and config.quantization is None

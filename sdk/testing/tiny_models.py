@@ -134,7 +134,7 @@ def _known(name: object) -> Architecture:
 
 
 #: Sizes in parts of their own, kinds of layers, or tensors whose shapes only the model knows.
-_OTHER_SIZES = ("dbrx", "granitemoehybrid", "hyperclovax", "laguna", "spark2_5")
+_OTHER_SIZES = ("dbrx", "gemma4_text", "granitemoehybrid", "hyperclovax", "laguna", "spark2_5")
 #: What a GGUF file of a model can express, where the defaults of its class are something else.
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
@@ -265,6 +265,9 @@ class RandomCheckpoint:
     def has(self, name: str) -> bool:
         """Names begin with ``model.``; there are no optional biases."""
         return name == "model.embed_tokens" or name.endswith(self._joined)
+
+    def alike(self, one: str, other: str) -> bool:
+        return False
 
     def entries(self) -> Sequence[TensorEntry]:
         return []

@@ -41,7 +41,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
         const uint8_t* begin = reinterpret_cast<const uint8_t*>(&args);
         lines.push_back({kind, count, std::vector<uint8_t>(begin, begin + sizeof args)});
     };
-    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data(), nullptr, 0, 0});
+    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data(), nullptr, 0, 0, 0, 0, 0, 0});
     add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,
@@ -122,7 +122,7 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
             each.terms = 1;
             each.source = whose.data();
             runtime.run(kOpRoute,
-                       RouteArgs{scores.data(), biased ? selection.data() : nullptr, chosen.data(),
+                       RouteArgs{scores.data(), biased ? selection.data() : nullptr, nullptr, chosen.data(),
                                  weights.data(), count, k, gate, plain, groups, groups, 1, 1e-20f,
                                  0.0f, 2.5f, 0.02f},
                        number);

@@ -61,8 +61,8 @@ void check_products(Random& random, TestRuntime& one, TestRuntime& many, Packed&
     }
     Buffer<int64_t> ids = indices(random, 5, n);
     Buffer<float> first(5 * k), second(5 * k);
-    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data(), nullptr, 0, 0}, 5);
-    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data(), nullptr, 0, 0}, 5);
+    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data(), nullptr, 0, 0, 0, 0, 0, 0}, 5);
+    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data(), nullptr, 0, 0, 0, 0, 0, 0}, 5);
     CHECK(first.starts_like(second, 5 * k));
 }
 

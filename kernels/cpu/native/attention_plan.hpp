@@ -31,12 +31,21 @@ static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records after
 static_assert(kQueryRows >= kMostAttentionRows, "a query tile has at least one block of rows");
 static_assert((kMostAttentionRows + kQueryRows) *
                       (5 * kMaxHeadDim / 2 + 1 + kQuerySums + kPartExtra + kBlockKeys) * (int)sizeof(float) +
-                  2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,
-              "the private memory of a thread, without scales, stays below 1 MiB");
+                  2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 3 << 19,
+              "the private memory of a thread, without scales, stays below 1.5 MiB");
 
-// Floats of a padded head: the same at every instruction-set level.
+// Floats of a padded key and of a padded value: the same at every instruction-set level.
 static inline int64_t padded_dim(const AttentionArgs* a) {
     return (a->head_dim + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+
+static inline int64_t padded_value(const AttentionArgs* a) {
+    return (a->value_dim + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+
+// Dimensions that a side of a page stores: a latent key is also the value.
+static inline int stored_dim(const AttentionArgs* a, PageSide PageLevel::*side) {
+    return side == &PageLevel::keys || a->latent ? a->head_dim : a->value_dim;
 }
 
 // Scales of a key or value of the level that has the most.
@@ -44,10 +53,16 @@ static inline int most_groups(const AttentionArgs* a, PageSide PageLevel::*side)
     int most = 0;
     for (int level = 0; level < a->num_levels; ++level) {
         const PageSide& pages = a->levels[level].*side;
-        const int groups = pages.scales ? (a->head_dim + pages.group - 1) / pages.group : 0;
+        const int groups = pages.scales ? (stored_dim(a, side) + pages.group - 1) / pages.group : 0;
         most = groups > most ? groups : most;
     }
     return most;
+}
+
+// The first position that the token at `position` sees; negative: all before it.
+static inline int64_t first_seen(const AttentionArgs* a, int64_t position) {
+    if (!a->window) return 0;
+    return a->chunked ? position / a->window * a->window : position - a->window + 1;
 }
 
 // Items of one request: `tiles` query tiles, or one tile whose key blocks first_block..end_block are
@@ -60,7 +75,7 @@ static inline RequestPlan request_plan(const AttentionArgs* a, int r) {
     RequestPlan s = {a->query_start[r + 1] - a->query_start[r], 0, 1, 0, 0};
     s.tiles = (s.tokens + a->query_tile - 1) / a->query_tile;
     if (s.tiles != 1) return s;
-    int64_t lowest = a->window ? a->context_len[r] - s.tokens + 1 - a->window : 0;
+    const int64_t lowest = first_seen(a, a->context_len[r] - s.tokens);
     s.first_block = lowest > 0 ? lowest / kBlockKeys : 0;
     s.end_block = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
     s.splits = (s.end_block - s.first_block + a->split_blocks - 1) / a->split_blocks;

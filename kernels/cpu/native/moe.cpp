@@ -184,25 +184,30 @@ void weighted_sums(const CombineArgs& args, int64_t begin, int64_t end, const Ro
     }
 }
 
+// The choice and the weights of one token.
+void route_token(const RouteArgs& args, const float* logits, int32_t* chosen, float* weights) {
+    if (args.gate == kRouteSparse) {
+        weigh_sparsely(args, logits, chosen, weights);
+        normalize(args, weights);
+        return;
+    }
+    const bool softmax = args.gate == kRouteSoftmax && !args.bias && args.groups == 1;
+    if (!softmax || (args.normalized && (args.epsilon > 0.0f || args.least > 0.0f))) {
+        route_by_scores(args, logits, chosen, weights);
+        return;
+    }
+    choose(logits, args.experts, args.k, chosen, weights);
+    weigh_logits(args, logits, chosen, weights);
+}
+
 }  // namespace
 
 void route(const RouteArgs& args, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-        const float* logits = args.logits + t * args.experts;
         float* weights = args.weights + t * args.k;
         int32_t* chosen = args.chosen + t * args.k;
-        if (args.gate == kRouteSparse) {
-            weigh_sparsely(args, logits, chosen, weights);
-            normalize(args, weights);
-            continue;
-        }
-        const bool softmax = args.gate == kRouteSoftmax && !args.bias && args.groups == 1;
-        if (!softmax || (args.normalized && (args.epsilon > 0.0f || args.least > 0.0f))) {
-            route_by_scores(args, logits, chosen, weights);
-            continue;
-        }
-        choose(logits, args.experts, args.k, chosen, weights);
-        weigh_logits(args, logits, chosen, weights);
+        route_token(args, args.logits + t * args.experts, chosen, weights);
+        for (int32_t j = 0; args.factors && j < args.k; ++j) weights[j] *= args.factors[chosen[j]];
     }
 }
 

@@ -2,7 +2,9 @@
 // words, and loops that the compiler vectorizes with SSE2, already make packing memory-bound.
 #include "pack.hpp"
 
+#include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "sources.hpp"
 
@@ -268,7 +270,63 @@ void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t first, int6
     }
 }
 
+namespace {
+
+// Bytes first..first + count of a row; false if they cannot be read.
+bool read_stored(const EmbeddingArgs& args, int64_t id, int64_t first, int64_t count, uint8_t* to) {
+    const int64_t at = args.offset + id * args.row_bytes + first;
+    for (int64_t done = 0; done < count;) {
+        const ssize_t more = pread(args.descriptor, to + done, (size_t)(count - done), at + done);
+        if (more <= 0) return false;
+        done += more;
+    }
+    return true;
+}
+
+// Decodes rows of a file: each is packed, a part at a time, as a weight of one row, and so has the bits of
+// a weight in memory. Rows that cannot be read, because the file was truncated, are not a number.
+void gather_stored_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
+    enum { kRead = 16384 };
+    const int64_t none = 0;
+    alignas(kCacheLine) uint8_t read[kRead];
+    alignas(kCacheLine) uint8_t tiles[kTileRows * kStoredColumns], codes[kTileRows * kStoredColumns];
+    alignas(kCacheLine) uint8_t scale[kTileRows * 64], minus[kTileRows * 64];
+    alignas(kCacheLine) uint16_t supers[2][kTileRows];
+    Weight part = *args.w;
+    part.codes = tiles;
+    if (part.minus) part.minus = part.minus == part.scale ? scale : minus;
+    part.scale = scale;
+    if (part.super_scale) part.super_scale = supers[0];
+    if (part.super_minus) part.super_minus = supers[1];
+    const int64_t parts = args.width / kStoredColumns, bytes = args.row_bytes / parts;
+    const int64_t at_once = kRead / bytes;
+    for (int64_t t = begin; t < end; ++t) {
+        float* to = args.out + t * args.width;
+        for (int64_t p = 0; p < parts; ++p) {
+            const int64_t left = parts - p < at_once ? parts - p : at_once;
+            if (p % at_once == 0 && !read_stored(args, args.ids[t], p * bytes, left * bytes, read)) {
+                for (int64_t k = 0; k < args.width; ++k) to[k] = NAN;
+                break;
+            }
+            const uint8_t* from = read + p % at_once * bytes;
+            if (part.dense) {
+                for (int64_t k = 0; k < kStoredColumns; ++k)
+                    to[p * kStoredColumns + k] = element(part.scale_type, from, k);
+                continue;
+            }
+            pack_blocks(part, from, bytes, 0, 0, 1, codes);
+            gather_rows({&part, &none, to + p * kStoredColumns, nullptr, 0, 0, 0, 0, 0, 0}, 0, 1);
+        }
+    }
+}
+
+}  // namespace
+
 void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
+    if (args.row_bytes) {
+        gather_stored_rows(args, begin, end);
+        return;
+    }
     const Weight& w = *args.w;
     const Planes planes(w.bits);
     for (int64_t t = begin; t < end; ++t) {

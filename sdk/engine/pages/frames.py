@@ -90,6 +90,11 @@ class FramePool:
         return self.capacity - self.claimed
 
     @property
+    def unused(self) -> list[int]:
+        """Places without content."""
+        return list(self._free)
+
+    @property
     def num_unused(self) -> int:
         """See :class:`~sdk.engine.pages.budget.Places`."""
         return min(len(self._free), self.capacity - self.claimed)

@@ -45,6 +45,11 @@ class Vacated(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.pages or self.slots or any(self.frames))
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """See ``StepPlan.vacated``."""
+        return tuple(map(tuple, (self.pages, *self.frames, self.slots))) if self else ()
+
 
 class Pinned(NamedTuple):
     """What a pinned prefix holds besides its pages."""
@@ -295,7 +300,8 @@ class Groups:
         """The plan with the frames that running sequences got, and with its snapshots."""
         frames, self._new_frames = tuple(self._new_frames), []
         saves = () if self.saves is None else self.saves.take()
-        return plan._replace(new_frames=frames, state_saves=saves)
+        vacated = self.take_vacated().places
+        return plan._replace(new_frames=frames, state_saves=saves, vacated=vacated)
 
     def leave(self, sequence: Request) -> None:
         """Give back the frames that no later token of a sequence sees."""
@@ -393,6 +399,28 @@ class Groups:
             for pool, held in zip(self.frames, sequence.windows, strict=True)
         )
 
+    # Contents from elsewhere
+
+    def begin_writing(self, num_pages: int) -> list[Held] | None:
+        """Frames for those of a prefix's pages that the token after it sees, for the caller to
+        write. ``None``: there are too few."""
+        tokens, needs, found = num_pages * self._config.page_size, self._needs(), []
+        for index, pool in enumerate(self.frames):
+            found.append(Held(0, pool.first_seen(tokens)))
+            needs[1 + index] = num_pages - found[-1].first
+        if not self.budget.obtain(needs):
+            return None
+        for pool, held in zip(self.frames, found, strict=True):
+            pool.grow(held, num_pages)
+        return found
+
+    def end_writing(self, pages: Sequence[int], written: Sequence[Held]) -> None:
+        """These known pages have the frames of :meth:`begin_writing`, unless they had some."""
+        for pool, held in zip(self.frames, written, strict=True):
+            for index in range(held.first, held.end if pages else 0):
+                pool.attach(pages[index], held.frame(index))
+            pool.release(held)
+
     # Pins
 
     def pin(self, pages: Sequence[int]) -> Pinned | None:
@@ -431,6 +459,12 @@ class Groups:
         if self.states is not None:
             nbytes += self.states.num_working * self.states.unit_bytes
         return len(sequence.pages) + -(-nbytes // max(self._config.page_bytes, 1))
+
+    @property
+    def unused(self) -> list[list[int]]:
+        """The places without content: frames by group, slots."""
+        slots = [] if self.states is None else self.states.unused
+        return [*(one.unused for one in self.frames), slots]
 
     def take_vacated(self) -> Vacated:
         """See :meth:`Budget.take_vacated`."""

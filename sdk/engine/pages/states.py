@@ -139,6 +139,11 @@ class StatePool:
         return len(self._free) + self._num_evictable
 
     @property
+    def unused(self) -> list[int]:
+        """Places without content."""
+        return list(self._free)
+
+    @property
     def num_unused(self) -> int:
         """See :class:`~sdk.engine.pages.budget.Places`."""
         return len(self._free)

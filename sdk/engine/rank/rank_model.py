@@ -98,4 +98,6 @@ def _tensors(model: Decoder) -> Tensors:
         found["model.embed_positions"] = Matrix(model.positions, None)
     if model.types is not None:
         found["model.embed_types"] = Matrix(model.types, None)
+    if model.inputs is not None:
+        found["model.embed_tokens_per_layer"] = Matrix(model.inputs.table, None)
     return Tensors(found, model.vectors)

@@ -419,7 +419,7 @@ class Scheduler:
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
-        if not (new_pages or copies or plan.state_saves):
+        if not (new_pages or copies or plan.state_saves or plan.vacated):
             in_flight.same = batch
         return batch
 
