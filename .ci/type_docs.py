@@ -45,6 +45,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
     "Pages": (
         ("sdk/engine",),
         "PagePool TieredPagePool Prefixes PrefixStore CostOrder SwapSpace BuddyAllocator "
+        "Groups FramePool StatePool StateSaves Budget "
         "ElasticPages Snapshot",
     ),
     "One rank": (

@@ -55,13 +55,6 @@ class Rig:
     def _is_attached(self, group: int, frame: int) -> bool:
         return self.scheduler.groups.frames[group]._pages[frame] > 0
 
-    def vacate(self) -> None:
-        """The ranks return the memory that moves to another kind."""
-        if self.config.has_groups:
-            vacated = self.scheduler.groups.take_vacated()
-            self.runner.groups.vacate(vacated)
-            self.runner.vacate(vacated.pages)
-
     def add(
         self,
         request_id: str,
@@ -97,7 +90,6 @@ class Rig:
         self.scheduler.check()
         updates = self.scheduler.commit(self.runner.execute(plan))
         self.scheduler.check()
-        self.vacate()
         self.updates += updates
         return plan, updates
 

@@ -163,6 +163,9 @@ class FakeRunner:
                 self._duplicate(one)
             else:
                 self._move(*one)
+        if plan.vacated:
+            self.vacate(plan.vacated[0])
+            self.groups.vacate(plan.vacated)
         for request_id, pages in plan.new_pages:
             self.requests[request_id]["pages"] += pages
         for request_id, frames in plan.new_frames:
@@ -335,11 +338,11 @@ class GroupMemory:
 
     def vacate(self, vacated) -> None:
         """The memory of these was given to another kind."""
-        for group, frames in enumerate(vacated.frames):
+        for group, frames in enumerate(vacated[1 : 1 + len(self.windows)]):
             for frame in frames:
                 for offset in range(self.page_size):
                     self.values.pop((group, frame, offset), None)
-        for slot in vacated.slots:
+        for slot in vacated[1 + len(self.windows) :][0]:
             self.slots.pop(slot, None)
 
     def begin(self, plan: StepPlan) -> None:

@@ -306,8 +306,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             during()
             scheduler.check()
         rig.updates += scheduler.commit(rig.runner.result())
-        if not rig.runner.launched:
-            rig.vacate()
         assert not rig.runner.errors
         scheduler.check()
 

@@ -13,6 +13,8 @@ from fake_runner import ScriptedDrafter
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
 
+pytestmark = pytest.mark.quick_cases(2)
+
 PAGE = 16
 #: A state of half a page (a short convolution), one of 160 pages (a delta net), windows, both.
 KINDS = {
