@@ -13,7 +13,7 @@ from sdk.models.latent_config import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, r
 
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
-    from sdk.models.latent_config import LatentSpec
+    from sdk.models.latent_spec import LatentSpec
 
 #: The factors of the only model, which files do not state and llama.cpp has in its code.
 _FACTORS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
