@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import transformers
 
 from sdk.api.params import SamplingParams
 from sdk.engine.plan import (
@@ -31,6 +30,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.states import LayerState
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import pages_in_window
+from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
 
 PAGE, LONGEST, WINDOW = 16, 512, 20
 PROMPTS = [[3 + 7 * i % 200 for i in range(count)] for count in (201, 150, 33)]
@@ -263,46 +263,10 @@ def test_a_request_continues_from_shared_frames_and_a_copied_one(golden: Path) -
         assert [alone.run({"b": 1})["b"] for _ in range(40)] == found[1][1]
 
 
-HYBRIDS = {
-    "lfm2": lambda: transformers.Lfm2ForCausalLM(
-        transformers.Lfm2Config(
-            **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
-        )
-    ),
-    "qwen3_5": lambda: transformers.Qwen3_5ForCausalLM(
-        transformers.Qwen3_5TextConfig(
-            **SIZES,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=24,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        )
-    ),
-}
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LONGEST,
-    "pad_token_id": 0,
-}
-
-
 @pytest.fixture(scope="module", params=HYBRIDS)
 def hybrid(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with recurrent states."""
-    torch.manual_seed(3)
-    path = tmp_path_factory.mktemp(request.param)
-    model = HYBRIDS[request.param]()
-    for weight in model.parameters():
-        weight.data.mul_(4)  # tokens differ
-    model.save_pretrained(path)
-    return path
+    return tiny_hybrid(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def alone(path: Path, prompt: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:

@@ -1,0 +1,93 @@
+"""Engines of models with recurrent states: answers alone, in a batch, in chunks, after hits, with
+drafts and in little memory; the plan; what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, MemoryPool, RequestError, SamplingParams
+from sdk.api.errors import UnsupportedError
+from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
+
+PROMPTS = [[3 + 7 * i * (k + 1) % 200 for i in range(60 + 40 * k)] for k in range(3)]
+ANSWERS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+OPTIONS = {"max_model_len": 256, "dtype": "float32", "num_threads": 1, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def path(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hybrid(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def turns(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """The answers of two turns of some conversations, and how much was cached in the second."""
+    first = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, ANSWERS)]
+    more = [[*prompt, *answer, 5, 6] for prompt, answer in zip(PROMPTS, first, strict=True)]
+    again = llm.generate(more, ANSWERS)
+    answers = first + [list(one.outputs[0].token_ids) for one in again]
+    return answers, [one.num_cached_tokens for one in again]
+
+
+def test_answers_are_those_of_one_request_without_a_cache(path: Path) -> None:
+    with LLM(path, enable_prefix_caching=False, max_num_seqs=1, **OPTIONS) as llm:
+        expected, _ = turns(llm)
+        assert len({token for answer in expected for token in answer}) > 20
+        lookup = {"method": "ngram", "num_speculative_tokens": 3}
+    for options in (
+        {},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 3},
+        {"speculative_config": lookup},
+    ):
+        with LLM(path, **OPTIONS, **options) as llm:
+            answers, cached = turns(llm)
+            assert answers == expected
+            # a snapshot of the end of a turn: all but the last token, which did not run
+            assert cached == [len(prompt) + 39 for prompt in PROMPTS]
+            assert "recurrent states" in llm.explain()
+    least = LLM.plan(path, **{**OPTIONS, "max_num_seqs": 1})
+    nbytes = least.kv_cache + 2 * least.states.slot_bytes
+    with LLM(path, kv_cache_memory_bytes=nbytes, max_num_seqs=3, **OPTIONS) as llm:
+        assert turns(llm)[0] == expected
+
+
+def test_a_plan_has_slots_for_requests_drafts_and_snapshots(path: Path) -> None:
+    few, many = (LLM.plan(path, **OPTIONS, max_num_seqs=count) for count in (1, 8))
+    assert few.states.slot_bytes == many.states.slot_bytes > 0
+    assert many.states.num_slots - few.states.num_slots == 7 * (1 + 8)
+    lookup = {"method": "ngram", "num_speculative_tokens": 3}
+    drafting = LLM.plan(path, **OPTIONS, max_num_seqs=1, speculative_config=lookup)
+    assert drafting.states.drafts == 3
+    assert drafting.states.num_slots == few.states.num_slots + 3
+    assert few.full_requests == 1 and many.full_requests == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_policy": "fp16>int8", "block_size": 128}, "kv_policy: found 'float16>int8': keys"),
+        ({"swap_space": "1MiB"}, "swap_space: found 1048576: pages in swap space do not work"),
+        ({"speculative_config": {"method": "self"}}, "speculative_config: found .*: drafts that"),
+        ({"memory": MemoryPool("1GiB")}, "memory: found .*: pages that models lend each other"),
+        ({"prefill_replicas": 1, "data_parallel_size": 2}, "prefill_replicas: found 1: pages that"),
+    ],
+)
+def test_options_that_work_with_pages_alone_are_refused(
+    path: Path, options: dict, named: str
+) -> None:
+    with pytest.raises(RequestError, match=named):
+        LLM.plan(path, max_model_len=256, **options)
+
+
+def test_a_model_that_drafts_has_no_states(path: Path) -> None:
+    drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError, match="speculative_config: model: expected one with keys"):
+        LLM.plan(path, max_model_len=256, speculative_config=drafting)
+
+
+def test_snapshots_of_states_are_refused(path: Path) -> None:
+    with LLM(path, **OPTIONS) as llm:
+        llm.generate([PROMPTS[0]], ANSWERS)
+        with pytest.raises(RequestError, match="this model has recurrent states, which are not"):
+            llm.snapshot(PROMPTS[0])
