@@ -148,8 +148,13 @@ struct Rows {
     int64_t step;
 };
 
-// What of a chunk's tokens one is. The second pass over the state of an ONLY one, which reads what the first
-// has read, prefetches the next head's state: else memory would wait.
+// Both passes over the state of a token that is alone prefetch a half of the next head's: the second one reads
+// what the first has read, and memory would wait.
+INLINE void prefetch_next(const DeltaArgs* a, const DeltaChunk* chunk, int64_t row, int64_t column) {
+    if (chunk->ahead) prefetch(chunk->ahead + row * a->value_dim + column);
+}
+
+// What of a chunk's tokens one is.
 enum DeltaPlace { kBefore = 0, kLast = 1, kOnly = 2 };
 
 // One token of W vectors of columns: `from` becomes `to`. `seen`: the products of its key, then, if another
@@ -180,7 +185,7 @@ INLINE void delta_token(const DeltaArgs* a, const DeltaChunk* chunk, int64_t t, 
             store_lanes(to.data + i * to.step + w * lanes, s);
             out[w] = plus_product(query, s, out[w]);
             if (PLACE == kBefore) seen[w] = plus_product(later, s, seen[w]);
-            if (PLACE == kOnly && chunk->ahead) prefetch(chunk->ahead + i * from.step + column + w * lanes);
+            if (PLACE == kOnly && w >= W / 2) prefetch_next(a, chunk, i, column + w * lanes);
         }
     }
     float* result = a->out + (token * a->heads + chunk->head) * a->value_dim + column;
@@ -198,8 +203,10 @@ static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const flo
     for (int w = 0; w < W; ++w) seen[w] = every(0.0f, V());
     for (int64_t i = 0; i < dim; ++i) {
         const V key = every(chunk->seen[i], V());
-        for (int w = 0; w < W; ++w)
+        for (int w = 0; w < W; ++w) {
             seen[w] = plus_product(key, load_lanes(before.data + i * before.step + w * lanes, V()), seen[w]);
+            if (ONE && w < W / 2) prefetch_next(a, chunk, i, column + w * lanes);
+        }
     }
     const int64_t last = chunk->count - 1;
     if (ONE) return delta_token<V, W, BY_ROW, kOnly>(a, chunk, 0, before, after, seen, column);
