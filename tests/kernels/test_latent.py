@@ -181,7 +181,7 @@ def test_chunks_and_threads_do_not_change_a_bit(
     cache = AttentionCache(1, value_dim + width, value_dim, latent=True)
     found = [
         step.run(*kernels(own), make_pages(cache, 60, page_size, dtype), chunks)
-        for own in (backend, open_backend("cpu", 3))
+        for own in (backend, open_backend("cpu", 3, backend.runtime.level))
         for chunks in ((290,), (1, 130, 2, 156, 1))
     ]
     for other in found[1:]:

@@ -29,6 +29,7 @@ from sdk.kernels.gpu import (
     attention,
     elementwise,
     experts,
+    latent,
     low_rank,
     norm,
     rope,
@@ -44,8 +45,9 @@ from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
 from sdk.kernels.states import StateBatch
+from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
-from tests.gpu.aot.sweep import BIASED, BOTH_WAYS
+from tests.gpu.aot.sweep import BIASED, BOTH_WAYS, LATENT
 
 TARGETS = {
     **{f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (75, 80, 89, 90, 100, 120)},
@@ -123,6 +125,22 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
     weight = torch.zeros(head_dim)
     for norms in ((), (HeadNorms(Norm(weight, 1e-6), Norm(weight, 1e-6)),)):
         rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch, pages, *norms)
+
+
+def run_latent(short: torch.dtype, dtype: str) -> None:
+    """The write of DeepSeek's latents, decoding in splits, and a prompt."""
+    cache = AttentionCache(1, 576, 512, latent=True)
+    spec = KVSpec(1, 1, 576, 16, dtype, (cache,))
+    pages = KVCache(spec, 4, keys_transposed=False).layers[0]
+    for counts, programs in (([1], 528), ([40], 8)):
+        tokens, batch = sum(counts), batch_of(counts, 4096)
+        q = torch.zeros(tokens, 16, 576, dtype=short)
+        rest = q[..., 512:].clone(), q[:, :1, :512].clone(), q[:, :1, 512:].clone()
+        angles = torch.zeros(tokens, 32)
+        latent.LatentRopeAndCache().run(q, *rest, angles, angles.clone(), batch, pages)
+        out = torch.zeros(tokens, 16 * 512, dtype=short)
+        kernels = latent.LatentAttention(False, programs=programs)
+        kernels.run(q, pages, batch, 0.1, None, None, None, None, out)
 
 
 def run_rows(short: torch.dtype) -> None:
@@ -244,6 +262,8 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
             label = f"attention {dtype} {head_dim}{' window cap sinks cascade' if rich else ''}"
             yield label, partial(run_attention, short, dtype, head_dim, rich=rich)
+    for dtype in LATENT:
+        yield f"latent {dtype}", partial(run_latent, short, dtype)
     for rich in (False, True):
         one = partial(run_attention, short, "bfloat16", 256, rich=rich, kv_heads=1)
         yield f"one head{' window cap sinks cascade' if rich else ''}", one

@@ -49,7 +49,8 @@ WEIGHTS = [
     *("iq4_nl", "iq4_xs"),
 ]
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
-#: Of these also attention with biases by distance.
+#: Of these also attention over latents, and attention with biases by distance.
+LATENT = ("float16", "int8")
 BIASED = ("float16", "bfloat16", "int8", "int4")
 #: Attention of encoders, whose pages have the type of activations: that, the width of heads, and
 #: what else there is. 32: MiniLM; 64: BERT, ModernBERT; 128: llama-embed; 256: EmbeddingGemma.
@@ -112,6 +113,7 @@ def attention_cases() -> list[str]:
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")
         ]
     cases += ["one head", "one head window cap sinks cascade"]
+    cases += [f"latent {dtype}" for dtype in LATENT]
     cases += [f"attention {dtype} biased" for dtype in BIASED]
     cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in BOTH_WAYS]
     return cases + [f"rope {dtype}" for dtype in PAGES]
