@@ -49,7 +49,7 @@ from sdk.quant.errors import CheckpointError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
-from sdk.quant.weight import Weight, weight_of
+from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
@@ -117,7 +117,10 @@ class GgufCheckpoint:
             layout = self._times(stored, layout, factor)
         self._report(stored)
         found = weight_of(layout)
-        return found if rows is None else found.with_rows(rows)
+        if rows is None:
+            return found
+        assert isinstance(found, PackedWeight)
+        return found.with_rows(rows)
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:

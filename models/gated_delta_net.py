@@ -71,7 +71,7 @@ class GatedDeltaSpec(NamedTuple):
         return _Heads((0, self.key_heads), (rank * own, own))
 
     def cache(self, ranks: int = 1) -> StateCache:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         (_, keys), (_, values) = self.heads(0, ranks)
         channels = 2 * keys * self.key_dim + values * self.value_dim
         return StateCache(
@@ -82,7 +82,7 @@ class GatedDeltaSpec(NamedTuple):
         )
 
     def mixer(self, source: Source, path: str, *, reduce: bool) -> GatedDeltaNet:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         return GatedDeltaNet(source, path, self, reduce=reduce)
 
 
@@ -137,7 +137,7 @@ class GatedDeltaNet:
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
         spec, states = self.spec, self.ops.states
         qkvz = self.into(x)
-        b, a = self.strengths(x).split(self.values, dim=1)
+        b, a = self.strengths(x).split_with_sizes([self.values] * 2, dim=1)
         width = 2 * self.key_width + self.value_width
         qkv = states.causal_conv(
             qkvz[:, :width], self.conv, None, cache["conv"], step.batch, activation="silu"

@@ -29,12 +29,12 @@ class ShortConvSpec(NamedTuple):
     name: str = "conv"
 
     def cache(self, ranks: int = 1) -> StateCache:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         own = share_of("channels of short convolutions", self.channels, ranks)
         return StateCache((StatePart("conv", (self.taps - 1, own)),))
 
     def mixer(self, source: Source, path: str, *, reduce: bool) -> ShortConv:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         return ShortConv(source, path, self, reduce=reduce)
 
 
@@ -63,7 +63,7 @@ class ShortConv:
         return self.into.rounding
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
-        before, after, inner = self.into(x).split(self.width, dim=1)
+        before, after, inner = self.into(x).split_with_sizes([self.width] * 3, dim=1)
         y = self.ops.states.causal_conv(
             inner, self.weight, self.bias, cache["conv"], step.batch, before=before, after=after
         )
