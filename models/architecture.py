@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
-    from sdk.models.latent_config import LatentSpec
+    from sdk.models.latent_spec import LatentSpec
     from sdk.models.recurrent import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 
@@ -411,6 +411,8 @@ class GgufKeys(Protocol):
     def flag(self, key: str, default: bool) -> bool: ...
 
     def get(self, key: str) -> Any: ...
+
+    def fail(self, key: str, value: Any, expected: str) -> Exception: ...
 
     def has_tensor(self, name: str) -> bool: ...
 

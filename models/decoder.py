@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
-    from sdk.models.head import Head
-    from sdk.models.layers import Embedding, Linear, Projection, Source
+    from sdk.models.embedding import Embedding
+    from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
 
@@ -262,7 +262,7 @@ class Layer:
     def _run_parallel(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
@@ -275,7 +275,7 @@ class Layer:
 
     def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        assert self.mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)

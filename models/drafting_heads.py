@@ -30,8 +30,7 @@ from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import MLP, Layer, layer_rules
-from sdk.models.head import Head
-from sdk.models.layers import Linear, Projection, Source
+from sdk.models.layers import Head, Linear, Projection, Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -93,7 +92,7 @@ class DraftingHead(ABC):
         return iter(self._linears)
 
     @abstractmethod
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`. The result can be the next ``inputs``."""
 
     @abstractmethod
@@ -219,7 +218,7 @@ class EagleHead(_EagleBase):
         self.first, self.second = source.column_halves(LAYER, "fc", [("fc", width, 0, width)])
         self.layer = EagleLayer(source, LAYER)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`; the row of token i + 1 is at position i."""
         hidden = self.inputs[: inputs.shape[0]]
         x = self.ops.add(self.first(self.embed(inputs)), self.second(hidden))
@@ -238,7 +237,7 @@ class Eagle3Head(_EagleBase):
     def project(self, features: Tensor) -> Tensor:
         return self.fc(features)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`EagleHead`; the result is not normalized."""
         hidden = self.inputs[: inputs.shape[0]]
         return self.layer.run(self.embed(inputs), hidden, self._step(batch), kv[0])
@@ -274,7 +273,7 @@ class NextTokenHead(_LayerHead):
             own = source.matrix(f"{path}.shared_head.head", head.draft_vocab, width)
             self._logits = Head(own, c)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`EagleHead`."""
         ops = self.ops
         embedded = ops.norm(self.embed(inputs), self.embedding_norm)
@@ -302,7 +301,7 @@ class MedusaHead(DraftingHead):
             self._biases.append(torch.cat([bias, ones]))
         self._last = source.matrix(f"{path}.lm_head", head.draft_vocab, width)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """The hidden states themselves."""
         return self.inputs[: inputs.shape[0]]
 

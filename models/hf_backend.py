@@ -349,7 +349,7 @@ class HFModel:
         return iter(self._linears)
 
     @torch.no_grad()
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`."""
         step = self._step
         step.batch, step.pages, step.layers_run = batch, kv, 0

@@ -44,6 +44,21 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
+#: Latent attention and experts.
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 #: A gated delta net before attention.
 DELTAS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
@@ -55,20 +70,9 @@ DELTAS: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True},
     "hy_v3": {**EXPERTS, "num_experts": 4, "num_shared_experts": 1},
-    "deepseek_v3": {
-        **EXPERTS,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-    },
+    "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 512},
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "qwen3_next": {
         **EXPERTS,
         "num_experts": 4,

@@ -163,6 +163,12 @@ class MemoryPlan:
         return self.weights - self.drafting_weights
 
     @property
+    def _shared_note(self) -> str:
+        if self.config is None or not self.config.weight_cache or self.offloaded:
+            return ""
+        return "; mapped, and shared with other processes, once the cache has them"
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens whose pages the KV cache holds, for all requests together. Layers with a window
         keep those of each request's window."""
@@ -242,7 +248,7 @@ class MemoryPlan:
     def _rows(self) -> list[tuple[str, int, str]]:
         """The parts and the total, each with a note."""
         rows = [
-            ("weights", self.weights, _kernel_names(self.kernels)),
+            ("weights", self.weights, _kernel_names(self.kernels) + self._shared_note),
             (
                 "KV cache",
                 self.kv_cache,

@@ -62,9 +62,8 @@ def checked(drawn: Drawn, tiny: NextToken) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind", ["folder", "gguf", *(kind for kind in KINDS if kind != "glm4_moe")]
-)
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize("kind", ["folder", "gguf", *sorted(KINDS.keys() - {"glm4_moe"})])
 def test_logits_of_drafts_are_those_of_the_published_block(
     tiny_next_token: NextToken, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,12 +131,11 @@ def test_states_and_latents_are_as_without_drafts(tmp_path: Path, kind: str, ste
 
 @pytest.mark.slow
 def test_states_come_back_after_preemptions(tmp_path: Path) -> None:
-    path, params = write_next_token(tmp_path, "qwen3_next").folder, GREEDY.clone(max_tokens=60)
+    path, params = write_next_token(tmp_path, "qwen3_next").folder, GREEDY.clone(max_tokens=70)
     with opened(path, speculative_config=None) as llm:
         plain = answers(llm, PROMPTS, params)
-    made = LLM.plan(path, max_model_len=128, max_num_seqs=6, speculative_config=DRAFTS)
-    few = {"kv_cache_memory_bytes": made.kv_cache_bytes_of(12)}
-    with opened(path, max_model_len=128, **few) as llm:
+    few = {"max_model_len": 128, "kv_cache_memory_bytes": 130_000}  # fewer than five requests need
+    with opened(path, **few) as llm:
         assert answers(llm, PROMPTS, params) == plain
         metrics = llm.get_metrics()
     assert metrics["num_preemptions"] > 0 < metrics["num_accepted_tokens"]
@@ -395,9 +393,7 @@ def test_files_without_a_block_are_refused_by_the_tensor_they_lack(
 
 
 def test_a_model_whose_blocks_are_not_run_is_refused(golden: Path) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"'mtp': .*\(exaone_moe, glm4_moe, hy_v3.*found 'llama'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"'mtp': .*are run \(.*glm4_moe, .*found 'llama'"):
         LLM.plan(golden / "arch-llama3" / "hf", speculative_config="mtp")
 
 
