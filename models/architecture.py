@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
     from sdk.models.latent_spec import LatentSpec
-    from sdk.models.mixer import RecurrentSpec
+    from sdk.models.recurrent import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

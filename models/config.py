@@ -41,7 +41,7 @@ from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read,
 from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.latent_config import latent_scale
 from sdk.models.latent_spec import LatentSpec
-from sdk.models.mixer import RecurrentSpec
+from sdk.models.recurrent import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import chunked, sliding_windows

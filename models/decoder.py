@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.norm import Norm
 from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
@@ -45,7 +45,7 @@ class CausalLM(Protocol):
 
     config: ModelConfig
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Memory]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """Run one step; hidden states float32 ``[T, hidden]`` after the final norm.
 
         A stage that is not the last one returns its residual stream, which it has sent on.

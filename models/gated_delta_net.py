@@ -71,7 +71,7 @@ class GatedDeltaSpec(NamedTuple):
         return _Heads((0, self.key_heads), (rank * own, own))
 
     def cache(self, ranks: int = 1) -> StateCache:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         (_, keys), (_, values) = self.heads(0, ranks)
         channels = 2 * keys * self.key_dim + values * self.value_dim
         return StateCache(
@@ -82,7 +82,7 @@ class GatedDeltaSpec(NamedTuple):
         )
 
     def mixer(self, source: Source, path: str, *, reduce: bool) -> GatedDeltaNet:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         return GatedDeltaNet(source, path, self, reduce=reduce)
 
 

@@ -65,7 +65,7 @@ class Mamba2Spec(NamedTuple):
         return self.heads * self.head_dim
 
     def cache(self, ranks: int = 1) -> StateCache:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         groups = share_of("groups of Mamba-2", self.groups, ranks)
         heads = share_of("heads of Mamba-2", self.heads, ranks)
         channels = heads * self.head_dim + 2 * groups * self.state
@@ -77,7 +77,7 @@ class Mamba2Spec(NamedTuple):
         )
 
     def mixer(self, source: Source, path: str, *, reduce: bool) -> Mamba2:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         return Mamba2(source, path, self, reduce=reduce)
 
 

@@ -1,10 +1,9 @@
 """What mixes the tokens of a layer: attention, or a recurrent mixer with a state of one size.
 
-A recurrent mixer has two sides. Its sizes, a :class:`RecurrentSpec`, are read from a config and say
-what it keeps of the tokens before. From these :class:`~sdk.models.decoder.Layer` builds the mixer
-itself. Each kind is one module: :mod:`sdk.models.short_conv`, :mod:`sdk.models.gated_delta_net`,
-:mod:`sdk.models.mamba2`.
-
+A recurrent mixer has two sides. Its sizes, a :class:`~sdk.models.recurrent.RecurrentSpec`, are read
+from a config and say what it keeps of the tokens before. From these
+:class:`~sdk.models.decoder.Layer` builds the mixer itself. Each kind is one module:
+:mod:`sdk.models.short_conv`, :mod:`sdk.models.gated_delta_net`, :mod:`sdk.models.mamba2`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.quant.caches import StateCache
 from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
@@ -35,24 +33,6 @@ class Mixer(Protocol):
     def __call__(self, x: Rows, step: Step, cache: Any, /) -> Tensor:
         """``[T, hidden] -> [T, hidden]``. ``cache``: the memory of its layer, of the kind that the
         mixer says (KVPages, LayerState)."""
-
-
-class RecurrentSpec(Protocol):
-    """The sizes of a recurrent mixer, of all ranks together."""
-
-    @property
-    def name(self) -> str:
-        """Its name in a layer."""
-
-    def cache(self, ranks: int = 1) -> StateCache:
-        """What one of ``ranks`` ranks keeps for one sequence.
-
-        :raises AlignmentError: its heads cannot be divided over the ranks.
-        """
-
-    def mixer(self, source: Source, path: str, *, reduce: bool) -> Mixer:
-        """The mixer of a layer. Without ``reduce`` a rank's result is its part of the sum over
-        ranks."""
 
 
 def share_of(what: str, count: int, ranks: int) -> int:

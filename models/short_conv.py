@@ -29,12 +29,12 @@ class ShortConvSpec(NamedTuple):
     name: str = "conv"
 
     def cache(self, ranks: int = 1) -> StateCache:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         own = share_of("channels of short convolutions", self.channels, ranks)
         return StateCache((StatePart("conv", (self.taps - 1, own)),))
 
     def mixer(self, source: Source, path: str, *, reduce: bool) -> ShortConv:
-        """See :class:`sdk.models.mixer.RecurrentSpec`."""
+        """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         return ShortConv(source, path, self, reduce=reduce)
 
 

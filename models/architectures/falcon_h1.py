@@ -63,6 +63,7 @@ def _factor(config: dict[str, Any], name: str) -> float:
 def _recurrent(fields: Fields) -> Mamba2Spec:
     into = fields.positive("ssm_in_multiplier", default=1.0)
     each = fields.factors("ssm_multipliers", 5) if fields.has("ssm_multipliers") else (1.0,) * 5
+    z, x, b, c, dt = each
     out = fields.positive("ssm_out_multiplier", default=1.0)
     return spec_of(
         fields,
@@ -70,7 +71,7 @@ def _recurrent(fields: Fields) -> Mamba2Spec:
         out_bias=fields.flag("projectors_bias", default=False),
         norm=fields.flag("mamba_rms_norm", default=False),
         norm_first=fields.flag("mamba_norm_before_gate", default=True),
-        factors=Factors._make((*(into * one for one in each), out)),
+        factors=Factors(into * z, into * x, into * b, into * c, into * dt, out),
     )
 
 
