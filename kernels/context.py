@@ -78,6 +78,8 @@ class Context:
                 activations=activations,
                 offload=offload if isinstance(offload, OnDisk) else None,
             )
+        #: Called by :meth:`close`.
+        self.closing: list[Callable[[], None]] = []
         self.capture_pool: ActivationPool | None = None
         #: Checks of kernels before they are chosen: see :meth:`Ops.check_answers`.
         self.answers: Answers | None = None
@@ -101,6 +103,9 @@ class Context:
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
+        for end in self.closing:
+            end()
+        self.closing.clear()
         for backend in self.backends:
             backend.close()
         self._results.close()

@@ -26,6 +26,9 @@ _PIECE = 16 * 2**20
 #: Total bytes of blocks kept for the next reads, and the smallest block worth keeping. A layer of a
 #: model with up to 3B parameters fits.
 _KEPT, _SMALLEST = 64 * 2**20, 64 * 2**10
+#: Blocks up to this size serve smaller reads too: the last piece of a matrix that is read so.
+#: Without it 0.5 GB of an 8B model were read into new pages.
+_ANY = 4 * 2**20
 #: A block unused for as many reads is freed. A layer has 7 to 12 matrices; the embedding (30 MiB in
 #: a small model) is read once.
 _UNUSED = 16
@@ -53,7 +56,7 @@ class ReadBlocks:
         while self._blocks and self._blocks[0][2] < self._reads - _UNUSED:
             self._blocks.popleft()
         for index, (block, user, _) in enumerate(self._blocks):
-            if nbytes <= len(block) <= nbytes + nbytes // 8 and user() is None:
+            if nbytes <= len(block) <= max(nbytes + nbytes // 8, _ANY) and user() is None:
                 del self._blocks[index]
                 break
         else:

@@ -15,7 +15,8 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Embedding, ExpertProjection, Projection
+from sdk.models.embedding import Embedding
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parts import Part
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import AdapterError

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
-    from sdk.models.latent_config import LatentSpec
+    from sdk.models.latent_spec import LatentSpec
     from sdk.models.mixer import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 

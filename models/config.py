@@ -39,7 +39,8 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
-from sdk.models.latent_config import LatentSpec, latent_scale
+from sdk.models.latent_config import latent_scale
+from sdk.models.latent_spec import LatentSpec
 from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
@@ -83,8 +84,6 @@ class ModelConfig:
     ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
     ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
     token keeps, and there is one key head.
-    ``chosen``: each token attends to so many, which an indexer chooses: in a context of
-    ``max_position`` tokens, which is no longer, to all.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -139,7 +138,6 @@ class ModelConfig:
     layer_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
     latent: LatentSpec | None = None
-    chosen: int | None = None
     chunked_windows: bool = False
 
     def blocks_of(self, layer: int) -> Blocks:
@@ -238,33 +236,23 @@ class ModelConfig:
             return cls.from_dict({**_outer_facts(config), **text})
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
-        rules = ConfigRules() if known is None else known.config
+        own = known or Architecture(model_type)
+        rules, embedding = own.config, own.embedding
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         latent = None if rules.latent is None else rules.latent(fields)
-        if latent is None:
-            layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
-            turning, scale = head_dim, _attention_scale(fields, head_dim)
-        else:
-            heads = fields.count("num_attention_heads", MAX_WIDTH)
-            layer_heads, kv_heads, head_dim = (), 1, latent.key
-            turning, scale = latent.turning, latent_scale(fields, latent)
-        embedding = EmbeddingRules() if known is None else known.embedding
-        first, unused = _first_position(fields, embedding)
-        biases = (rules.biases or _biases)(fields)
-        causal = rules.causal and _causal(fields)
+        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers, latent)
+        first, max_position = _positions(fields, embedding, latent)
+        biases, causal = (rules.biases or _biases)(fields), rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
-        still = rules.unrotated and rules.unrotated(fields, windows)
         caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
-        dims = _head_dims(caches, windows, head_dim) if latent is None else (turning, turning)
-        ropes, rope_of_layer = ropes_of_layers(fields, dims, windows, still, rules.rotation)
+        dims = _head_dims(caches, windows, head_dim if latent is None else latent.turning)
+        ropes, of_layer = _ropes(fields, rules, dims, windows)
         experts = known and experts_of(fields, known, layers)
         widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
-        positions = fields.count("max_position_embeddings", MAX_POSITION)
-        chosen = fields.count("index_topk", MAX_POSITION) if "index_topk" in rules.keys else None
         return cls(
-            model_type=model_type if known is None else known.model_type,
+            model_type=own.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
             hidden_size=hidden,
             intermediate_size=max(widths) if widths else _width(fields, rules, experts),
@@ -274,11 +262,11 @@ class ModelConfig:
             head_dim=max(dims) if latent is None else head_dim,
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
-            max_position=min(positions - unused, chosen or positions),
+            max_position=max_position,
             ropes=ropes,
-            rope_of_layer=rope_of_layer,
+            rope_of_layer=of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=rules.attention_scale or scale,
+            attention_scale=rules.attention_scale or _attention_scale(fields, head_dim, latent),
             attention_softcap=fields.optional_positive("attn_logit_softcapping"),
             final_softcap=fields.optional_positive("final_logit_softcapping"),
             embedding_scale=_embedding_scale(fields, rules, hidden),
@@ -316,7 +304,6 @@ class ModelConfig:
             layer_widths=widths,
             layer_inputs=_layer_inputs(fields, rules),
             latent=latent,
-            chosen=chosen,
             chunked_windows=chunked(fields),
         )
 
@@ -341,7 +328,9 @@ def _width(fields: Fields, rules: ConfigRules, experts: ExpertSpec | None) -> in
     return fields.count(key, MAX_WIDTH, default=None if experts is None else experts.width)
 
 
-def _attention_scale(fields: Fields, head_dim: int) -> float:
+def _attention_scale(fields: Fields, head_dim: int, latent: LatentSpec | None) -> float:
+    if latent is not None:
+        return latent_scale(fields, latent)
     scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
     scale = fields.positive("attention_multiplier", default=scale)
     return scale * fields.positive("qk_scale_factor", default=1.0)
@@ -387,9 +376,22 @@ def _layer_heads(fields: Fields, layers: int) -> tuple[int, ...]:
     return counts if len({*counts}) > 1 else ()
 
 
-def _heads(fields: Fields, hidden: int, layers: int) -> tuple[tuple[int, ...], int, int, int]:
+def _ropes(
+    fields: Fields, rules: ConfigRules, dims: tuple[int, int], windows: Sequence[int | None]
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    """See :func:`ropes_of_layers`; ``dims``: dimensions of a head that may rotate in layers that
+    see all tokens, and in those with a window."""
+    still = rules.unrotated and rules.unrotated(fields, windows)
+    return ropes_of_layers(fields, dims, windows, still, rules.rotation)
+
+
+def _heads(
+    fields: Fields, hidden: int, layers: int, latent: LatentSpec | None
+) -> tuple[tuple[int, ...], int, int, int]:
     """The query heads of each layer (see above) and the most of them, key/value heads, and features
     of one."""
+    if latent is not None:
+        return (), fields.count("num_attention_heads", MAX_WIDTH), 1, latent.key
     each = _layer_heads(fields, layers)
     heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
@@ -431,15 +433,18 @@ def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
     return fields.count(key, MAX_WIDTH)
 
 
-def _first_position(fields: Fields, rules: EmbeddingRules) -> tuple[int | None, int]:
-    """The row of position 0, and how many of ``max_position_embeddings`` come before it."""
-    if rules.positions != "after padding":
-        return rules.positions, 0
+def _positions(
+    fields: Fields, rules: EmbeddingRules, latent: LatentSpec | None
+) -> tuple[int | None, int]:
+    """The row of position 0, and the longest context, without rows that come before it."""
     rows = fields.count("max_position_embeddings", MAX_POSITION)
+    if rules.positions != "after padding":
+        most = rows if latent is None or latent.chosen is None else min(rows, latent.chosen)
+        return rules.positions, most
     padding = fields.values.get("pad_token_id")
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
-    return padding + 1, padding + 1
+    return padding + 1, rows - padding - 1
 
 
 def _embedding_size(fields: Fields, hidden: int) -> int | None:

@@ -137,7 +137,7 @@ class GatedDeltaNet:
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
         spec, states = self.spec, self.ops.states
         qkvz = self.into(x)
-        b, a = self.strengths(x).split(self.values, dim=1)
+        b, a = self.strengths(x).split_with_sizes([self.values] * 2, dim=1)
         width = 2 * self.key_width + self.value_width
         qkv = states.causal_conv(
             qkvz[:, :width], self.conv, None, cache["conv"], step.batch, activation="silu"

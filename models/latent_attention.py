@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.kernels.lazy_torch import torch
-from sdk.models.head_projection import key_heads, value_heads
-from sdk.models.latent_config import LATENT_EPS, LatentSpec
+from sdk.models.latent_config import LATENT_EPS
+from sdk.models.latent_heads import key_heads, value_heads
+from sdk.models.latent_spec import LatentSpec
 from sdk.quant.caches import window_groups
 
 if TYPE_CHECKING:

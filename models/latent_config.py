@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from sdk.models.config_fields import MAX_WIDTH
+from sdk.models.config_fields import MAX_POSITION, MAX_WIDTH
+from sdk.models.latent_spec import LatentSpec
 
 if TYPE_CHECKING:
     from sdk.models.architecture import GgufKeys
@@ -27,33 +28,6 @@ LATENT_GGUF_KEYS = (
 _WIDTH = (1, MAX_WIDTH)
 #: Whatever the eps of a config, transformers' classes have this one in the norms of the latents.
 LATENT_EPS = 1e-6
-
-
-class LatentSpec(NamedTuple):
-    """The widths of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, table 8).
-
-    ``rank``: of the latent of keys and values. ``query_rank``: of that of queries; ``None``:
-    queries are multiplied from the input. A head's query has ``still`` dimensions and ``turning``
-    ones, which rotate; its value has ``value``. ``adjacent_pairs``: see
-    :class:`~sdk.models.architecture.LayerRules`.
-    """
-
-    query_rank: int | None
-    rank: int
-    still: int
-    turning: int
-    value: int
-    adjacent_pairs: bool = True
-
-    @property
-    def query(self) -> int:
-        """Features of a head's query."""
-        return self.still + self.turning
-
-    @property
-    def key(self) -> int:
-        """Features of what a token keeps."""
-        return self.rank + self.turning
 
 
 def latent_of(fields: Fields) -> LatentSpec:
@@ -76,6 +50,7 @@ def latent_of(fields: Fields) -> LatentSpec:
         turning=turning,
         value=fields.count("v_head_dim", MAX_WIDTH, default=default),
         adjacent_pairs=fields.flag("rope_interleave", default=True),
+        chosen=fields.count("index_topk", MAX_POSITION) if fields.has("index_topk") else None,
     )
 
 

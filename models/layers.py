@@ -18,8 +18,8 @@ from sdk.kernels.rounding import Rounding, Rows
 from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
+from sdk.models.embedding import Embedding
 from sdk.models.expert_parallel import ExpertShare
-from sdk.models.head import Head
 from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
@@ -161,34 +161,26 @@ class ExpertProjection:
 Linear = Projection | ExpertProjection | HeadProjection
 
 
-class Embedding:
-    """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
+class Head:
+    """Hidden states to logits over the whole vocabulary."""
 
-    def __init__(
-        self, weight: Weight, start: int, config: ModelConfig, mesh: Mesh, ops: Ops
-    ) -> None:
-        self.ops = ops
-        self.weight = weight
-        self.start = start
+    def __init__(self, linear: Projection, config: ModelConfig) -> None:
+        self.linear = linear
         self.vocab_size = config.vocab_size
-        self.scale = config.embedding_scale
-        self.norm: Norm | None = None
-        self.mesh = mesh
-        self.adapters: Adapters | None = None
+        self.scale = config.logits_scale
+        self.softcap = config.final_softcap
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
-        slots = None if self.adapters is None else self.ops.adapter_slots
-        group, part = self.mesh.group, None
-        if group is not None:
-            part = self.start, self.vocab_size
-        x = self.weight.rows(ids, part)
-        if group is not None:
-            self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
-        if self.adapters is not None and slots is not None:
-            self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
-        x = self.ops.scale(x, self.scale)
-        return x if self.norm is None else self.ops.norm(x, self.norm)
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
+        mesh = self.linear.mesh
+        logits = self.linear(hidden, out)
+        if mesh.group is not None:
+            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
+            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
+        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
+        if self.softcap is not None:
+            logits = self.linear.ops.softcap(logits, self.softcap)
+        return logits
 
 
 class Source:
@@ -327,6 +319,7 @@ class Source:
             return found._replace(weight=found.weight.shared(self.ops))
         pulled = pull()
         pulled.weight.bind(self.ops, activation_bits)
+        self._shared.keep(path, pulled)
         return pulled
 
     def columns(

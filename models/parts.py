@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -40,11 +40,16 @@ class Matrix(NamedTuple):
         return Matrix(weight, None if self.bias is None else self.bias[order])
 
 
+def _not_kept(path: str, matrix: Matrix) -> None:
+    pass
+
+
 class Tensors(NamedTuple):
-    """What a model has pulled, by path."""
+    """What a model has pulled, by path. ``keep`` gets the other matrices, bound."""
 
     matrices: Mapping[str, Matrix]
     vectors: Mapping[str, Tensor]
+    keep: Callable[[str, Matrix], None] = _not_kept
 
 
 class Part(NamedTuple):

@@ -63,7 +63,7 @@ class ShortConv:
         return self.into.rounding
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
-        before, after, inner = self.into(x).split(self.width, dim=1)
+        before, after, inner = self.into(x).split_with_sizes([self.width] * 3, dim=1)
         y = self.ops.states.causal_conv(
             inner, self.weight, self.bias, cache["conv"], step.batch, before=before, after=after
         )

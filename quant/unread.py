@@ -56,7 +56,7 @@ class UnreadWeight(PackedWeight):
         part = replace(self._pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
         return UnreadWeight(part, self._spec)
 
-    def reordered(self, order: Tensor) -> Weight | None:
+    def reordered(self, order: Tensor) -> Weight:
         """Rows that change places are near each other, in one head: a piece reads a few more."""
         unread = self._pieces
 
@@ -69,8 +69,10 @@ class UnreadWeight(PackedWeight):
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         parts = [self, *(one for one in others if isinstance(one, UnreadWeight))]
-        if len(parts) <= len(others) or any(one.spec != self._spec for one in parts):
+        if len(parts) <= len(others):
             return super().joined(others)
+        if any(one.spec != self._spec for one in parts):
+            return None  # known without reading them, as Q4_K_M's q, k and v in half of its layers
         unread = [one._pieces for one in parts]
 
         def read(start: int, count: int) -> Layout:

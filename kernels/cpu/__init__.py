@@ -30,6 +30,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.stored_rows import ReadRows
+from sdk.kernels.cpu.weight_map import WeightMap
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
@@ -94,6 +95,8 @@ class CpuBackend:
     def __init__(self, runtime: NativeRuntime, offload: OnDisk | None = None) -> None:
         self.runtime = runtime
         self._memory = WeightMemory(offload)
+        #: Packed weights in the cache that this engine uses.
+        self.mapped: WeightMap | None = None
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (
                 *(PackedLinear(runtime, self._memory, bits) for bits in (8, 16, 32)),
@@ -183,7 +186,10 @@ class CpuBackend:
     def restart_threads(self, num_threads: int) -> None:
         """See :class:`sdk.kernels.backend.Backend`."""
         self.runtime.restart(num_threads)
+        if self.mapped is not None:
+            self.mapped.restart()
 
     def close(self) -> None:
+        self.mapped = None
         self.runtime.close()
         self._memory.close()

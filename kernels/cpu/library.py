@@ -17,6 +17,7 @@ from ctypes import (
     c_int32,
     c_int64,
     c_uint8,
+    c_uint64,
     c_void_p,
 )
 from enum import IntEnum
@@ -25,7 +26,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 40
+ABI_VERSION = 41
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -118,6 +119,25 @@ class WeightView(Structure):
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros", "super_scale")),
         *((name, c_void_p) for name in ("super_minus", "table", "scale_table", "scale_offset")),
         ("scheme", SchemeView),
+        ("check", c_void_p),
+    ]
+
+
+class WeightCheck(Structure):
+    """The sums of a weight in a mapped file, compared before its first use; the library writes the
+    last three."""
+
+    begin: int
+    bytes: int
+    next: int
+    done: int
+    state: int
+    _fields_ = [
+        ("begin", c_void_p),
+        *((name, c_int64) for name in ("bytes", "piece")),
+        *((name, c_void_p) for name in ("sums", "end")),
+        *((name, c_int64) for name in ("next", "done")),
+        ("state", c_int32),
     ]
 
 
@@ -438,6 +458,9 @@ _SIGNATURES = {
     "ranks_waited_ns": (c_int64, (c_void_p,)),
     "ranks_give_up": (None, (c_void_p,)),
     "ranks_destroy": (None, (c_void_p,)),
+    "sum": (c_uint64, (c_void_p, c_int64)),
+    "check": (c_int, (POINTER(WeightCheck),)),
+    "read_over": (c_int, (c_int, c_int64, c_void_p, c_int64)),
     "program_create": (c_void_p, ()),
     "program_destroy": (None, (c_void_p,)),
     "program_add": (c_int, (c_void_p, c_int, c_void_p, c_int, c_int64)),

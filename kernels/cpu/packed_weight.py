@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightView
+from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightCheck, WeightView
 from sdk.kernels.cpu.packed_scales import (
     HIGH_4,
     I6,
@@ -94,7 +94,8 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data;
-    ``file`` is the part of a file that holds tensors."""
+    ``file`` is the part of a file that holds tensors; ``kept``: the sums of those in a file of the
+    cache of weights."""
 
     facts: Layout
     view: WeightView
@@ -108,6 +109,7 @@ class Packed:
     scale_table: Tensor | None = None
     scale_offset: Tensor | None = None
     file: FilePart | None = None
+    kept: WeightCheck | None = None
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +205,7 @@ def _pack_values(w: Dense | Float8, n: int, memory: WeightMemory) -> Packed:
         )
         view.super_type = ELEMENT_TYPES[type_name(w.scale.dtype)]
     packed = Packed(facts, view, codes, memory.keep(scale))
-    _point(packed)
+    point(packed)
     return packed
 
 
@@ -256,7 +258,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> Packed:
         scale_table=None if w.scale_table is None else w.scale_table.clone(),
         scale_offset=scale_offset,
     )
-    _point(packed)
+    point(packed)
     return packed
 
 
@@ -343,7 +345,7 @@ def _pack_blocks(w: Blocks, n: int, memory: WeightMemory) -> Packed:
     codes = _codes(view, memory)
     table = _tabulate(view, torch.tensor(kind.table, dtype=torch.float32)) if kind.table else None
     packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus, table)
-    _point(packed)
+    point(packed)
     if w.type == "q2_k":  # one byte holds scale and min
         view.scale_type, view.minus_type = LOW_4, HIGH_4
         view.minus = view.scale
@@ -357,7 +359,8 @@ def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
     )
 
 
-def _point(packed: Packed) -> None:
+def point(packed: Packed) -> None:
+    """Set the addresses of the tensors in the view."""
     view = packed.view
     parts = ("codes", "scale", "minus", "zeros", "super_scale", "super_minus", "table")
     for name in (*parts, "scale_table", "scale_offset"):

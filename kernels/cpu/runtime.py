@@ -32,6 +32,7 @@ _STATUS = {
     3: "no such operator",
     4: "a token or page id, row, slot or length lies outside of its tensor",
     5: "another rank ended, gave up or did not answer in time",
+    6: "packed weights in the cache of weights are damaged: load the model again",
 }
 _RANK_LOST = 5
 _OVER_REQUESTS = frozenset(

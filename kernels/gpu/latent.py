@@ -75,6 +75,30 @@ def _part(
     return operand(x, DOT, WIDEN)
 
 
+@triton.jit
+def _rows(
+    source, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr
+):
+    """A part of queries, as an operand ``[rows, BLOCK]``."""
+    column = tl.arange(0, BLOCK)
+    mask = real[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0)
+    return operand(x, DOT, WIDEN)
+
+
+@triton.jit
+def _softmax(score, best, total, key, at, high, window, factor, WINDOW: tl.constexpr):
+    """Weights in base 2, by what earlier sums shrink, the new maximum and total."""
+    hidden = (key[None, :] > at[:, None]) | (key >= high)[None, :]
+    if WINDOW:
+        hidden = hidden | (key[None, :] <= at[:, None] - window)
+    score = tl.where(hidden, float("-inf"), score * factor)
+    peak = tl.maximum(best, tl.max(score, axis=1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    weight, shrink = tl.exp2(score - safe[:, None]), tl.exp2(best - safe)
+    return weight, shrink, peak, total * shrink + tl.sum(weight, axis=1)
+
+
 @triton.jit(do_not_specialize=["requests"])
 def latent_kernel(
     q, out, parts, sums, query_start, context_len, table, q_token, q_head, table_row,
@@ -106,12 +130,11 @@ def latent_kernel(
     real = (query < count) & (head < heads)
     token = (start + query).to(tl.int64)
     at = length - count + query
-    column, rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_V)
     inside = real[:, None] & (column < VALUES)[None, :]
-    source = q + (token * q_token + head * q_head)[:, None]
-    still = operand(tl.load(source + column[None, :], mask=inside, other=0.0), DOT, WIDEN)
-    known = real[:, None] & (rest < REST)[None, :]
-    turned = operand(tl.load(source + VALUES + rest[None, :], mask=known, other=0.0), DOT, WIDEN)
+    source = q + token * q_token + head * q_head
+    still = _rows(source, real, VALUES, BLOCK_V, DOT, WIDEN)
+    turned = _rows(source + VALUES, real, REST, BLOCK_R, DOT, WIDEN)
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
@@ -120,8 +143,7 @@ def latent_kernel(
     high = tl.minimum(length - count + begin + QUERIES, length)
     if SPLITS > 1:
         size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N)
-        low = tl.maximum(low, split * size)
-        high = tl.minimum(high, split * size + size)
+        low, high = tl.maximum(low, split * size), tl.minimum(high, split * size + size)
     for first in range(low, high, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         seen = key < high
@@ -136,17 +158,11 @@ def latent_kernel(
         )  # fmt: skip
         score = tl.dot(still, tl.trans(latent), input_precision="ieee")
         score = tl.dot(turned, tl.trans(other), score, input_precision="ieee")
-        hidden = (key[None, :] > at[:, None]) | (key >= high)[None, :]
-        if WINDOW:
-            hidden = hidden | (key[None, :] <= at[:, None] - window)
-        score = tl.where(hidden, float("-inf"), score * (scale * LOG2E))
-        peak = tl.maximum(best, tl.max(score, axis=1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weight, shrink = tl.exp2(score - safe[:, None]), tl.exp2(best - safe)
-        total = total * shrink + tl.sum(weight, axis=1)
+        weight, shrink, best, total = _softmax(
+            score, best, total, key, at, high, window, scale * LOG2E, WINDOW
+        )
         weight = operand(weight, DOT, WIDEN)
         result = tl.dot(weight, latent, result * shrink[:, None], input_precision="ieee")
-        best = peak
     place = token * heads + head
     if SPLITS > 1:
         place = place * SPLITS + split
@@ -243,6 +259,7 @@ class LatentAttention:
         parts = torch.empty(shape, dtype=torch.float32, device=q.device)
         sums = torch.empty(shape[0], 2, dtype=torch.float32, device=q.device)
         unmix = _mixed_block(pages, width, values)
+        fields = self._constants(pages, side, values, window)
         run_kernel(
             latent_kernel,
             (tiles, splits),
@@ -256,22 +273,9 @@ class LatentAttention:
             head_tiles,
             side.codes,
             side.scales,
-            KIND=side.kind,
-            GROUP=side.group,
-            STRIDES=side.strides,
-            DOT=tl.float32 if self._exact else dot_type(side),
-            CONVERT=convert_of(q.device).value,
-            WIDEN=INTERPRETED,
-            PAGE=pages.page_size,
-            VALUES=values,
-            REST=width - values,
-            BLOCK_V=block_v,
-            BLOCK_R=max(16, triton.next_power_of_2(width - values)),
-            BLOCK_N=16 if self._exact or block_v > 256 else 32,
-            WINDOW=window is not None,
+            **fields,
             BLOCK_M=rows,
             HEADS=each,
-            SPLIT=_SPLIT,
             SPLITS=splits,
             UNMIX=unmix,
             num_warps=8,
@@ -288,6 +292,29 @@ class LatentAttention:
                 UNMIX=unmix,
                 num_warps=4,
             )
+
+    def _constants(
+        self, pages: KVPages, side: PageSide, values: int, window: int | None
+    ) -> dict[str, Any]:
+        """What does not depend on the step."""
+        rest = pages.head_dim - values
+        block_v = max(16, triton.next_power_of_2(values))
+        return {
+            "KIND": side.kind,
+            "GROUP": side.group,
+            "STRIDES": side.strides,
+            "DOT": tl.float32 if self._exact else dot_type(side),
+            "CONVERT": convert_of(side.codes.device).value,
+            "WIDEN": INTERPRETED,
+            "PAGE": pages.page_size,
+            "VALUES": values,
+            "REST": rest,
+            "BLOCK_V": block_v,
+            "BLOCK_R": max(16, triton.next_power_of_2(rest)),
+            "BLOCK_N": 16 if self._exact or block_v > 256 else 32,
+            "WINDOW": window is not None,
+            "SPLIT": _SPLIT,
+        }
 
     def _splits(self, batch: AttentionBatch, tiles: int, size: int) -> int:
         """A power of two: as many as fill the card, of at least ``_SPLIT`` keys each."""

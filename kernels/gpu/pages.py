@@ -23,7 +23,7 @@ from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
 #: How kernels name the types: ``KVType.gpu_kind``.
 FLOAT, INT8, E4M3, E5M2, INT4 = (tl.constexpr(i) for i in range(5))
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.gpu_kind is not None)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def reject(problem: Problem) -> str | None:

@@ -66,7 +66,7 @@ INDEXED = ConfigRules(
         "rms_norm_eps": 1e-6,
         "index_topk": 2048,
     },
-    fixed={"scoring_func": "sigmoid", "rope_interleave": True},
+    fixed={"scoring_func": "sigmoid", "rope_interleave": True, "mlp_bias": False},
     derived=_derived,
     expert_width="moe_intermediate_size",
     latent=latent_of,

@@ -70,7 +70,7 @@ def _recurrent(fields: Fields) -> Mamba2Spec:
         out_bias=fields.flag("projectors_bias", default=False),
         norm=fields.flag("mamba_rms_norm", default=False),
         norm_first=fields.flag("mamba_norm_before_gate", default=True),
-        factors=Factors(*(into * one for one in each), out),
+        factors=Factors._make((*(into * one for one in each), out)),
     )
 
 

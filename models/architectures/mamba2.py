@@ -28,7 +28,7 @@ MIXER_NAMES = {
     f"mamba.{name}": f"mixer.{name}"
     for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
 }
-NAMES = {
+NAMES: dict[str, str | tuple[str, ...]] = {
     "model.embed_tokens": "backbone.embeddings",
     "model.norm": "backbone.norm_f",
     "model.layers": ("backbone.layers", "model.layers"),

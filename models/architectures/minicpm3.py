@@ -13,7 +13,7 @@ from sdk.models.latent_config import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, r
 
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
-    from sdk.models.latent_config import LatentSpec
+    from sdk.models.latent_spec import LatentSpec
 
 #: The factors of the only model, which files do not state and llama.cpp has in its code.
 _FACTORS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
@@ -21,6 +21,14 @@ _FACTORS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 def _latent(fields: Fields) -> LatentSpec:
     return latent_of(fields)._replace(adjacent_pairs=False)
+
+
+def _derived(config: dict[str, Any]) -> None:
+    """Only the names of MiniCPM count: transformers' class reads no others."""
+    if "scale_emb" in config:
+        for key in FACTORS:
+            config.pop(key, None)
+    derived(config)
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
@@ -34,7 +42,7 @@ ARCHITECTURE = Architecture(
         keys=(*LATENT_KEYS, *FACTORS, "original_max_position_embeddings", "mlp_bias"),
         ignored=("scale_emb", "scale_depth", "dim_model_base", "qk_head_dim", "mup_denominator"),
         defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        derived=derived,
+        derived=_derived,
         latent=_latent,
     ),
     more_gguf=(GgufRules("minicpm3", read=_read_gguf, keys=LATENT_GGUF_KEYS),),

@@ -38,7 +38,7 @@ def _derived(config: dict[str, Any]) -> None:
     keys, hidden = config["linear_num_key_heads"], config.get("hidden_size")
     known = isinstance(keys, int) and keys > 0 and isinstance(hidden, int)
     if config.get("linear_key_head_dim") is None and known:
-        config["linear_key_head_dim"] = int(0.75 * hidden / keys)
+        config["linear_key_head_dim"] = int(0.75 * int(hidden or 0) / keys)
     if config.get("linear_value_head_dim") is None and config.get("linear_key_head_dim"):
         config["linear_value_head_dim"] = 2 * config["linear_key_head_dim"]
 

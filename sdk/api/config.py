@@ -22,7 +22,7 @@ from sdk.api.scheduling_policy import (
     check_aging,
     make_policy,
 )
-from sdk.api.sizes import parse_bytes
+from sdk.api.sizes import cache_bytes, parse_bytes
 from sdk.api.speculative_config import SpeculativeConfig, speculative_config
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
@@ -37,7 +37,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
-
 
 _DEFAULT_BLOCK = 16
 #: Tokens of a step if no number is given. More did not make prompts faster on a CPU (docs/log.md).
@@ -112,6 +111,7 @@ class EngineConfig:
     disk_offload: int | str = 0
     disk_offload_path: str | None = None
     cpu_offload: int | str = 0
+    weight_cache: bool | int | str = False
     compute: Literal["auto", "exact"] = "auto"
     deterministic: bool = False
     local_files_only: bool = False
@@ -238,6 +238,7 @@ class EngineConfig:
                 "cpu_offload: on a CPU all weights are in the machine's memory already; use "
                 f"disk_offload={self.cpu_offload!r} to leave them on the disk"
             )
+        object.__setattr__(self, "weight_cache", cache_bytes(self.weight_cache, self.device))
         self._check_folder("disk_offload_path", "disk_offload")
 
     def _check_backend(self) -> None:
@@ -283,9 +284,7 @@ class EngineConfig:
                 )
 
     def _check_stages(self) -> None:
-        if self.pipeline_parallel_size == 1:
-            return
-        if self.disk_offload:
+        if self.disk_offload and self.pipeline_parallel_size > 1:
             raise RequestError(
                 f"pipeline_parallel_size: disk_offload={safe_repr(self.disk_offload)} needs "
                 "pipeline_parallel_size=1 in this release"

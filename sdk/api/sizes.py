@@ -8,6 +8,8 @@ from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
 GIB = 2**30
+#: ``weight_cache=True``.
+WEIGHT_CACHE_BYTES = 32 * GIB
 _UNITS = {
     "": 1,
     "B": 1,
@@ -38,6 +40,21 @@ def parse_bytes(value: object, name: str = "size") -> int:
             f"found {safe_repr(value)}"
         )
     return int(count)
+
+
+def cache_bytes(value: object, device: str = "auto") -> int:
+    """The option ``weight_cache`` as the most bytes of all files in the cache; 0: none is used.
+
+    :raises RequestError: it is neither a truth value nor a size, or the ``device`` has no cache.
+    """
+    if value is None or value is False or value == 0:
+        return 0
+    if device == "cuda":
+        raise RequestError(
+            f"weight_cache={safe_repr(value)}: with device='cuda' weights are packed on the card, "
+            "and none are kept; leave it out"
+        )
+    return WEIGHT_CACHE_BYTES if value is True else parse_bytes(value, "weight_cache")
 
 
 def format_bytes(count: int) -> str:

@@ -44,6 +44,7 @@ COMMANDS = {
     "simulate": "sdk.bench.simulate",
     "tune serve": "sdk.bench.tune_serve",
     "fetch-demo": "sdk.cli.fetch_demo",
+    "cache": "sdk.cli.cache",
 }
 
 

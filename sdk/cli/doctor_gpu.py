@@ -12,10 +12,10 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.known_answers import known
 from sdk.kernels.low_rank import Shape
-from sdk.kernels.mlp_activations import GATES
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.route_rule import SOFTMAX
+from sdk.kernels.state_ops import RATES
 from sdk.loading.device import answers_folder, card_for
 from sdk.quant.spec import KVSpec
 
@@ -142,7 +142,7 @@ def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     state = heads(8 * 64, 128, wide).view(2, 8, 64, 128)
     yield "ssd", (few, keys[:, :1], weight[:8, 0], state), {"head_dim": 128}
     rate = x[:, :64]
-    for kind in GATES:
+    for kind in RATES:
         yield "rates", (rate, kind, weight[:64, 0], weight[:8, 0], None), {"format": kind}
     norm = Norm(weight.view(-1)[:128], 1e-6)
     for first, form in ((False, "silu"), (True, "silu first")):

@@ -21,6 +21,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "
         "cannot hold"
     },
+    "weight_cache": {
+        "metavar": "SIZE",
+        "help": "keep packed weights in the user's cache folder, at most SIZE such as 32GiB, and "
+        "map them the next time",
+    },
 }
 #: ``name=value`` in a line of advice.
 _KEYWORD = re.compile(r"\b([a-z_]+)=('[^']*'|\w+)")

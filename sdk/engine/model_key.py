@@ -90,7 +90,7 @@ def files_key(path: Path) -> str:
 
 
 def _hash_files(path: Path, digest: hashlib._Hash) -> None:
-    files = _weight_files(path)
+    files = weight_files(path)
     count = max(_BLOCKS // max(len(files), 1), 2)
     for file in files:
         size = file.stat().st_size
@@ -104,7 +104,8 @@ def _hash_files(path: Path, digest: hashlib._Hash) -> None:
         digest.update(settings.read_bytes())
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The files of a model that hold its weights."""
     if path.is_dir():
         return sorted(path.glob("*.safetensors"))
     part = _PART.search(path.name)

@@ -192,8 +192,8 @@ class StepRow(NamedTuple):
 class StepPlan(NamedTuple):
     """One step: its rows in batch order, and updates for the ranks.
 
-    Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``new_pages``,
-    ``new_frames``, ``dropped``, ``started``. Then they run the rows.
+    Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``vacated``,
+    ``new_pages``, ``new_frames``, ``dropped``, ``started``. Then they run the rows.
     """
 
     step_id: int
@@ -214,6 +214,9 @@ class StepPlan(NamedTuple):
     new_frames: tuple[tuple[str, Frames], ...] = ()
     #: Snapshots of recurrent states, taken while the rows run.
     state_saves: tuple[StateSave, ...] = ()
+    #: Places whose memory has moved to another kind of cache: pages, then frames of each window
+    #: group, then slots of states. Their content is lost.
+    vacated: tuple[tuple[int, ...], ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -1,13 +1,14 @@
 """A prefix outside of an engine: tokens with their keys and values, in memory or in a file.
 
-The file (version 1, little endian)::
+The file (version 1, or 2 if layers have rows of the last tokens only; little endian)::
 
     8 bytes   "EMBEDKV\\0"
     4         version
     4         length of the header
-    header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers
+    header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers;
+              in version 2 also the rows of each layer
     body      token ids int32; then for each layer the centre of its keys, if it has one, float32
-              [heads, head_dim], and its rows uint8 [tokens, heads, row]
+              [heads, head_dim], and its rows uint8 [tokens or rows, heads, row]
               (engine/rank/kv_transfer.py)
     32        SHA-256 of everything before
 
@@ -43,7 +44,7 @@ from sdk.loaders.json_file import parse_json
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec
 
-_MAGIC, _VERSION = b"EMBEDKV\0", 1
+_MAGIC, _VERSIONS = b"EMBEDKV\0", (1, 2)
 _START = struct.Struct("<8sII")
 _DIGEST = hashlib.sha256().digest_size
 _MOST_HEADER, _MOST_LAYERS = 1 << 20, 1 << 12
@@ -127,8 +128,12 @@ class Snapshot:
             "dtype": spec.dtype,
             "centred": [i for i, layer in enumerate(self.kv.layers) if layer.centre is not None],
         }
+        rows = [len(layer.rows) for layer in self.kv.layers]
+        version = _VERSIONS[0]
+        if rows != [self.num_tokens] * len(rows):  # windows
+            header["rows"], version = rows, _VERSIONS[1]
         text = json.dumps(header).encode()
-        yield memoryview(_START.pack(_MAGIC, _VERSION, len(text)) + text)
+        yield memoryview(_START.pack(_MAGIC, version, len(text)) + text)
         yield _bytes(np.array(self.token_ids, dtype="<i4"))
         for layer in self.kv.layers:
             if layer.centre is not None:
@@ -171,8 +176,9 @@ class Snapshot:
                 end = at + 4 * spec.kv_heads * spec.head_dim
                 centre = body[at:end].view("<f4").reshape(spec.kv_heads, spec.head_dim)
                 at = end
-            end = at + tokens * spec.kv_heads * sum(row_widths(spec, layer))
-            layers.append(LayerKV(body[at:end].reshape(tokens, spec.kv_heads, -1), centre))
+            count = header.rows[layer]
+            end = at + count * spec.kv_heads * sum(row_widths(spec, layer))
+            layers.append(LayerKV(body[at:end].reshape(count, spec.kv_heads, -1), centre))
             at = end
         return cls(header.model, tuple(ids.tolist()), StoredKV(spec, tuple(layers)))
 
@@ -183,6 +189,8 @@ class _Header:
     tokens: int
     spec: KVSpec
     centred: frozenset[int]
+    #: Of each layer.
+    rows: tuple[int, ...]
 
 
 def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
@@ -190,15 +198,16 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
     if len(start) < _START.size or start[: len(_MAGIC)] != _MAGIC:
         raise SnapshotError(f"{path}: not a snapshot")
     _, version, length = _START.unpack(start)
-    if version != _VERSION:
+    if version not in _VERSIONS:
         raise SnapshotError(
-            f"{path}: a snapshot of version {version}; this release reads version {_VERSION}"
+            f"{path}: a snapshot of version {version}; this release reads versions "
+            f"{_VERSIONS[0]} and {_VERSIONS[1]}"
         )
     text = file.read(min(length, _MOST_HEADER))
     try:
         fields = parse_json(text, str(path))
         counts = [fields[name] for name in _COUNTS]
-        if not all(isinstance(n, int) and 0 < n < 2**31 for n in counts) or len(text) != length:
+        if not all(map(_is_count, counts)) or len(text) != length:
             raise ValueError(counts)
         tokens, layers, heads, head_dim = counts
         model = ModelKey(str(fields["model"]["name"]), str(fields["model"]["digest"]))
@@ -207,16 +216,23 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
         if layers > _MOST_LAYERS or head_dim % 2 or not set(centred) <= set(range(layers)):
             raise ValueError(counts)
         spec.parts(0)
-        return _Header(model, tokens, spec, frozenset(centred))
+        rows = tuple(fields["rows"]) if version == _VERSIONS[1] else (tokens,) * layers
+        if len(rows) != layers or max(rows) != tokens or not all(_is_count(n) for n in rows):
+            raise ValueError(rows)
+        return _Header(model, tokens, spec, frozenset(centred), rows)
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{path}: damaged: its header cannot be read") from error
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
 def _file_size(header: _Header, begin: int) -> int:
     spec = header.spec
-    rows = sum(sum(row_widths(spec, layer)) for layer in range(spec.num_layers))
+    rows = sum(n * sum(row_widths(spec, layer)) for layer, n in enumerate(header.rows))
     centres = 4 * len(header.centred) * spec.head_dim
-    return begin + 4 * header.tokens + spec.kv_heads * (header.tokens * rows + centres) + _DIGEST
+    return begin + 4 * header.tokens + spec.kv_heads * (rows + centres) + _DIGEST
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

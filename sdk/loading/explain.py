@@ -49,6 +49,8 @@ def explain(
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     if why := why_one_group(config, model):
         lines.append(f"           layers with a window keep all tokens: {why}")
+    if (store := runner.weights.weight_store) is not None:
+        lines.append(f"weights    cache: {store}")
     lines.append("linear layers")
     report = quant_report(runner.model.linears(), others=other_layers)
     lines += [f"  {line}" for line in str(report).splitlines()]

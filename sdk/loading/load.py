@@ -16,6 +16,7 @@ from sdk.api.errors import CheckpointError, LoadCancelled, SdkError, Unsupported
 from sdk.api.load_progress import reporting
 from sdk.api.machine import release_free_memory
 from sdk.api.memory_pool import Lease, MemoryPool
+from sdk.api.sizes import cache_bytes
 from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.engine import Engine
 from sdk.engine.executor import Ranks
@@ -273,7 +274,8 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        spec = kv_spec(model, memory.page_size, memory.kv_dtype)
+        has_windows = bool(memory.windows)
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype, windows=has_windows)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare
@@ -441,6 +443,7 @@ def _runner_config(
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
+        weight_cache=cache_bytes(config.weight_cache),
         answers_folder=None if device == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),
     )

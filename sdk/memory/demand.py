@@ -269,7 +269,8 @@ def cache_of_request(demand: MemoryDemand, pages: int, step_tokens: int) -> int:
     frames = [min(count + step, pages) for count in frames_of_request(demand, pages)]
     sizes = zip(frames, demand.windows, strict=True)
     nbytes = pages * demand.page_bytes + sum(n * group.frame_bytes for n, group in sizes)
-    return nbytes + (1 + demand.row_drafts) * demand.slot_bytes
+    # it may start from a snapshot, which is read while it has slots of its own
+    return nbytes + (2 + demand.row_drafts) * demand.slot_bytes
 
 
 #: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.

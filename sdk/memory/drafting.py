@@ -20,6 +20,7 @@ from sdk.memory.resolve import model_config, open_model
 from sdk.memory.weights import end_bytes, weight_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import HeadConfig
+from sdk.quant.caches import StateCache
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import OnlineQuantizedCheckpoint, online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -176,6 +177,11 @@ def _with_head(
 
 def _with_pages(demand: MemoryDemand, model: ModelConfig) -> MemoryDemand:
     """With the keys and values of what drafts."""
+    if any(isinstance(cache, StateCache) for cache in model.caches):
+        raise UnsupportedError(
+            f"speculative_config: model: expected one with keys and values only, found "
+            f"{model.model_type}, which has recurrent states; draft with another model"
+        )
     try:
         pages = drafting_kv_spec(model, demand.page_size, demand.kv_dtype).page_bytes
     except ValueError as error:

@@ -51,7 +51,8 @@ def plan_memory(
         left = kv_budget
     elif demand.num_pages is None and budget is None:
         left = _default_bytes(demand, left, want_context, tokens, asked=max_model_len is not None)
-    share = share_memory(demand, left, want_context, tokens)
+    asked = not (budget is kv_budget is None)
+    share = share_memory(demand, left, want_context, tokens, asked=asked)
     context = want_context
     if max_model_len is None:
         context = min(context, max(share.longest, 1) * demand.page_size)
@@ -97,7 +98,8 @@ def plan_memory(
 def _check_context(demand: MemoryDemand, max_model_len: int | None) -> None:
     if max_model_len is not None and max_model_len > demand.model.max_position:
         why = "the model's context"
-        if demand.model.chosen == demand.model.max_position:
+        latent = demand.model.latent
+        if latent is not None and latent.chosen == demand.model.max_position:
             why = (
                 f"of which {demand.model.model_type}'s indexer chooses all: attention to some "
                 "tokens of a longer context (sparse attention) is not supported"

@@ -136,7 +136,7 @@ class MemoryPlan:
         """Pages of ``page_bytes`` that fit the swap space; they are not part of ``total``."""
         space = 0 if self.config is None else self.config.swap_space
         assert not isinstance(space, str)  # EngineConfig has parsed it
-        return space // self.page_bytes
+        return space // self.page_bytes if self.page_bytes else 0
 
     @property
     def fixed(self) -> int:
@@ -161,6 +161,12 @@ class MemoryPlan:
         if self.config is not None and self.config.num_ranks > 1:
             return 0
         return self.weights - self.drafting_weights
+
+    @property
+    def _shared_note(self) -> str:
+        if self.config is None or not self.config.weight_cache or self.offloaded:
+            return ""
+        return "; mapped, and shared with other processes, once the cache has them"
 
     @property
     def kv_tokens(self) -> int:
@@ -242,7 +248,7 @@ class MemoryPlan:
     def _rows(self) -> list[tuple[str, int, str]]:
         """The parts and the total, each with a note."""
         rows = [
-            ("weights", self.weights, _kernel_names(self.kernels)),
+            ("weights", self.weights, _kernel_names(self.kernels) + self._shared_note),
             (
                 "KV cache",
                 self.kv_cache,

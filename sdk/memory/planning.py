@@ -29,11 +29,13 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import (
     check_layer_inputs,
+    check_states,
     compute_of,
     config_values,
     encoder_options,
     model_config,
     step_pages,
+    why_one_group,
 )
 from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
 from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
@@ -96,8 +98,14 @@ def plan_for(
     """
     model = model_config(config, checkpoint)
     check_layer_inputs(config, model)
+    check_states(config, model)
     if model.causal:
-        return _plan(config, checkpoint, model, weights)
+        if why_one_group(config, model):
+            return _plan(config, checkpoint, model, weights)
+        made = _plan(config, checkpoint, model, weights, windows=True)
+        if all(made.max_model_len <= group.window for group in made.windows):
+            return _plan(config, checkpoint, model, weights)  # nothing ever leaves a window
+        return made
     made = _plan(encoder_options(config, model), checkpoint, model, weights)
     context = model.max_position
     while not made.fits and config.max_model_len is None and context > _SHORT_TEXT:

@@ -13,13 +13,14 @@ from sdk.api.errors import CheckpointError, RequestError
 from sdk.api.load_progress import reporting
 from sdk.api.machine import available_memory
 from sdk.api.memory_pool import MemoryPool
+from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.packages import check_installed
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
-from sdk.quant.caches import window_groups
+from sdk.quant.caches import StateCache, window_groups
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -193,9 +194,34 @@ def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
         "swap_space": config.swap_space != 0,
         "memory=MemoryPool": isinstance(config.memory, MemoryPool),
         "prefill_replicas": config.prefill_replicas > 0,
+        "enable_chunked_prefill=False": not config.enable_chunked_prefill,
     }
     given = " and ".join(name for name, is_set in asked.items() if is_set)
-    return f"{given} needs pages of all layers" if given else ""
+    return f"with {given} pages have all layers" if given else ""
+
+
+def check_states(config: EngineConfig, model: ModelConfig) -> None:
+    """Reject options that work with pages alone, if a model has recurrent states.
+
+    :raises RequestError: naming the option.
+    """
+    if not any(isinstance(cache, StateCache) for cache in model.caches):
+        return
+    speculative = config.speculative_config
+    drafts = isinstance(speculative, SpeculativeConfig) and speculative.method == "self"
+    asked = {
+        "kv_policy": (config.kv_policy is not None, "keys and values of several types"),
+        "swap_space": (config.swap_space != 0, "pages in swap space"),
+        "memory": (isinstance(config.memory, MemoryPool), "pages that models lend each other"),
+        "prefill_replicas": (config.prefill_replicas > 0, "pages that replicas hand over"),
+        "speculative_config": (drafts, "drafts that are written into the model's own pages"),
+    }
+    for name, (is_set, what) in asked.items():
+        if is_set:
+            raise RequestError(
+                f"{name}: found {safe_repr(getattr(config, name))}: {what} do not work with the "
+                f"recurrent states of this model ({model.model_type}) yet; leave the option out"
+            )
 
 
 def step_pages(config: EngineConfig) -> int:

@@ -7,6 +7,7 @@ have more of them.
 
 from __future__ import annotations
 
+from operator import mul
 from typing import NamedTuple
 
 from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
@@ -14,6 +15,8 @@ from sdk.memory.demand import MemoryDemand, cache_of_request, frames_of_request
 
 #: The most that frames and working states take of a GPU's bytes.
 _FRAMES_SHARE = 1 / 2
+#: Snapshots for each request if no budget was asked for: of its turns, and where others branch.
+_SNAPSHOTS = 8
 #: The part of the bytes that snapshots of states may take.
 _SNAPSHOTS_SHARE = 1 / 4
 
@@ -27,45 +30,54 @@ class MemoryShares(NamedTuple):
     longest: int
 
 
-def share_memory(demand: MemoryDemand, nbytes: int, context: int, step_tokens: int) -> MemoryShares:
+def share_memory(
+    demand: MemoryDemand, nbytes: int, context: int, step_tokens: int, *, asked: bool
+) -> MemoryShares:
     """The places that ``nbytes`` are enough for, with requests of up to ``context`` tokens and
-    steps of ``step_tokens``: not more than all requests together need."""
+    steps of ``step_tokens``: not more than all requests together can have.
+
+    ``asked``: these bytes were asked for, so that windows that requests have left may be kept for
+    others as long as their pages; otherwise there is room for one more window of each request.
+    """
     seqs, per_request = demand.max_num_seqs, -(-context // demand.page_size)
     if demand.num_pages is not None:
         pages = min(demand.num_pages, nbytes // demand.page_bytes)
         return MemoryShares(pages, (), None, pages)
     longest = _longest(demand, nbytes, per_request, step_tokens)
+    most_pages = per_request * seqs
     if not demand.windows and not demand.slot_bytes:
-        pages = min(nbytes // demand.page_bytes, per_request * seqs)
-        return MemoryShares(pages, (), None, longest)
-    step = -(-step_tokens // demand.page_size)
-    frames = frames_of_request(demand, per_request)
-    sizes = [group.frame_bytes for group in demand.windows]
-    of_step = sum(min(step, per_request) * size for size in sizes)
-    of_frames = sum(n * size for n, size in zip(frames, sizes, strict=True))
-    own = of_frames + (1 + demand.row_drafts) * demand.slot_bytes
-    whole = cache_of_request(demand, per_request, 0)
-    left = max(nbytes - of_step, 0)
-    requests = left // whole
+        return MemoryShares(min(nbytes // demand.page_bytes, most_pages), (), None, longest)
+    step = min(-(-step_tokens // demand.page_size), per_request)
+    claims, sizes = (
+        frames_of_request(demand, per_request),
+        [one.frame_bytes for one in demand.windows],
+    )
+    working = 1 + demand.row_drafts
+    own = sum(map(mul, claims, sizes)) + working * demand.slot_bytes
+    left = max(nbytes - step * sum(sizes) - demand.slot_bytes, 0)
+    requests = left // (own + per_request * demand.page_bytes)
     if demand.on_cards:  # of short requests there are more
         beside = max(left - per_request * demand.page_bytes, 0)
         requests = max(requests, min(int(left * _FRAMES_SHARE), beside) // max(own, 1))
     requests = max(min(requests, seqs), 1)
-    groups = tuple(
-        group._replace(num_frames=1 + min(n * requests + step, per_request * seqs))
-        for n, group in zip(frames, demand.windows, strict=True)
-    )
-    left -= requests * own
+    left = max(left - requests * own, 0)
+    slots = 1 + requests * working  # one is that of a snapshot that is read
+    if demand.slot_bytes:
+        most = most_pages if asked else _SNAPSHOTS * seqs
+        snapshots = min(int(left * _SNAPSHOTS_SHARE) // demand.slot_bytes, most)
+        slots, left = slots + snapshots, left - snapshots * demand.slot_bytes
+    pages = min(left // demand.page_bytes, most_pages) if demand.page_bytes else most_pages
+    left -= pages * demand.page_bytes
+    groups = []
+    for claim, group in zip(claims, demand.windows, strict=True):
+        frames = requests * claim + step
+        most = most_pages if asked else max(2 * claim * seqs, frames)
+        more = min(left // sum(sizes), max(most - frames, 0))
+        groups.append(group._replace(num_frames=1 + min(frames + more, most_pages)))
     states = None
     if demand.slot_bytes:
-        snapshots = max(int(left * _SNAPSHOTS_SHARE), 0) // demand.slot_bytes
-        slots = 1 + requests * (1 + demand.row_drafts) + snapshots
-        states = StateSlots(demand.slot_bytes, slots, demand.row_drafts)
-        left -= snapshots * demand.slot_bytes
-    pages = per_request * seqs
-    if demand.page_bytes:
-        pages = min(max(left, 0) // demand.page_bytes, pages)
-    return MemoryShares(pages, groups, states, longest)
+        states = StateSlots(demand.slot_bytes, 1 + slots, demand.row_drafts)
+    return MemoryShares(pages, tuple(groups), states, longest)
 
 
 def _longest(demand: MemoryDemand, nbytes: int, most: int, step_tokens: int) -> int:

@@ -138,7 +138,7 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
 
 
 def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
-    """The entry with its part that is transposed as float16: see models/head_projection.py."""
+    """The entry with its part that is transposed as float16: see models/latent_heads.py."""
     spec = model.latent
     floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
     if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):

@@ -109,15 +109,17 @@ class EngineMemory:
                     "use a larger pool, or close() another model"
                 )
         elif plan.budget is not None and plan.serving + nbytes > plan.budget:
-            pages -= -(-(plan.serving + nbytes - plan.budget) // plan.page_bytes)
-            if pages < self._elastic.min_pages:
+            size = plan.page_bytes
+            fewer = -(-(plan.serving + nbytes - plan.budget) // size) if size else 0
+            if not size or self._pages.capacity - fewer < self._elastic.min_pages:
                 raise RequestError(
                     f"structured output needs {format_bytes(nbytes)} for this model's vocabulary, "
                     f"and memory={format_bytes(plan.budget)} has no room for it next to the KV "
                     "cache that requests and pinned prefixes need; raise memory, or ask again when "
                     "they have ended"
                 )
-            self._elastic.resize(pages)
+            self._elastic.resize(self._pages.capacity - fewer)
+            pages -= fewer
             release_free_memory()
         self.plan = replace(plan, structures=nbytes, num_pages=pages)
 
@@ -142,15 +144,22 @@ class EngineMemory:
             )
         budget = parse_bytes(memory, "resize")
         plan = self.plan
+        if not plan.page_bytes:
+            raise RequestError(
+                "resize: no layer of this model keeps all tokens, so its cache has the size that "
+                "its requests need; load it again with another max_num_seqs or memory"
+            )
         fixed, most = plan.serving - plan.kv_cache, self._pages.num_pages - 1
-        pages = min((budget - fixed) // plan.page_bytes, most)
+        # memory may have moved from pages to frames of window groups, or back
+        more = min((budget - plan.serving) // plan.page_bytes, most - self._pages.capacity)
+        pages = plan.num_pages + more
         if pages < 1:
             raise OutOfMemoryError(
                 f"resize: {format_bytes(budget)} leave no room for a KV page: weights, workspace "
                 f"and tokenizer take {format_bytes(fixed)}, a page {format_bytes(plan.page_bytes)}"
             )
-        self._check_machine(budget, (pages - plan.num_pages) * plan.page_bytes)
-        self._driver.between_steps(lambda: self._elastic.resize(pages))
+        self._check_machine(budget, more * plan.page_bytes)
+        self._driver.between_steps(lambda: self._elastic.resize(self._pages.capacity + more))
         self.plan = replace(self.plan, budget=budget, num_pages=pages)
         release_free_memory()
         return self.plan
@@ -265,7 +274,8 @@ class SavedPrefixes:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
-        return Snapshot(self.model_key, ids[: len(stored.layers[0].rows)], stored)
+        count = max(len(layer.rows) for layer in stored.layers)
+        return Snapshot(self.model_key, ids[:count], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
@@ -303,7 +313,7 @@ class SavedPrefixes:
             )
         spec, config = snapshot.kv.spec, self._config
         shape = (spec.num_layers, spec.kv_heads, spec.head_dim)
-        expected = (config.num_layers, config.num_kv_heads, config.head_dim)
+        expected = (len(config.caches), config.num_kv_heads, config.head_dim)
         ids = snapshot.token_ids
         if shape != expected or not 0 <= min(ids) <= max(ids) < config.vocab_size:
             raise SnapshotError(

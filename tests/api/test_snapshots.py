@@ -70,6 +70,16 @@ def test_layers_with_sliding_windows_are_in_a_snapshot(golden: Path, tmp_path: P
         assert llm.restore(tmp_path / "prompt.kv") == KEPT
         [output] = llm.generate([ids], PARAMS)
         assert output.num_cached_tokens == KEPT and _facts(output) == _facts(alone)
+    layers = Snapshot.load(tmp_path / "prompt.kv").kv.layers
+    assert [len(layer.rows) for layer in layers] == [16] * 5 + [KEPT]  # a window of 8 tokens
+    with LLM(path, max_model_len=128, swap_space="1MiB") as llm:
+        with pytest.raises(SnapshotError, match="the last 16 of 64 tokens of layer 0, which has a"):
+            llm.restore(tmp_path / "prompt.kv")
+        llm.snapshot(ids).save(tmp_path / "whole.kv")
+    with LLM(path, max_model_len=128) as llm:
+        assert llm.restore(tmp_path / "whole.kv", pin=True) == KEPT
+        [output] = llm.generate([ids], PARAMS)
+        assert output.num_cached_tokens == KEPT and _facts(output) == _facts(alone)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +259,9 @@ def test_every_flipped_bit_is_noticed(saved: Path, tmp_path: Path) -> None:
 
 def test_another_version_and_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     data = _bytes(saved)
-    data[8] = 2
+    data[8] = 3
     (tmp_path / "new.kv").write_bytes(data)
-    with pytest.raises(SnapshotError, match=r"of version 2; this release reads version 1"):
+    with pytest.raises(SnapshotError, match=r"of version 3; this release reads versions 1 and 2"):
         Snapshot.load(tmp_path / "new.kv")
     (tmp_path / "text.kv").write_text("Once upon a time " * 10)
     with pytest.raises(SnapshotError, match=r"not a snapshot"):

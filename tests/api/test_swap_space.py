@@ -24,7 +24,8 @@ def _facts(output: RequestOutput) -> tuple[object, ...]:
 
 def _small(path: Path, **options: object) -> LLM:
     """Pages for two of the answers."""
-    page = LLM.plan(path, max_model_len=128, kv_cache_dtype=options.get("kv_cache_dtype", "auto"))
+    given = {name: options[name] for name in ("kv_cache_dtype", "swap_space") if name in options}
+    page = LLM.plan(path, max_model_len=128, **given)
     options["kv_cache_memory_bytes"] = 8 * page.page_bytes
     return LLM(path, max_model_len=128, max_num_batched_tokens=17, max_num_seqs=4, **options)
 

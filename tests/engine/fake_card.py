@@ -77,7 +77,7 @@ def _rope(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
 
 
 def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest: Any) -> None:
-    *options, out, causal, biases = rest
+    *options, out, causal, biases, chunked = rest
     n = int((batch.query_start.diff() > 0).sum())
     tokens = int(batch.query_start[n])
     own = dataclasses.replace(
@@ -89,7 +89,7 @@ def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest:
         page_table=batch.page_table[:n],
     )
     out.fill_(_NONSENSE)
-    kernel(q[:tokens], pages, own, *options, out[:tokens], causal, biases)
+    kernel(q[:tokens], pages, own, *options, out[:tokens], causal, biases, chunked)
 
 
 def _sample(

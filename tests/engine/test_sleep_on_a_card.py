@@ -48,7 +48,7 @@ def test_asleep_nobody_holds_the_cache_and_awake_the_answers_are_the_same(
 ) -> None:
     with on_a_card(path, **OPTIONS, **options) as (llm, _):
         expected = answers(llm)
-        memory = weakref.ref(llm._runner().kv._memory)
+        memory = weakref.ref(llm._runner().kv._memories[0].places)
         llm.sleep()
         gc.collect()
         assert memory() is None

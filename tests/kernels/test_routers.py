@@ -37,6 +37,22 @@ def test_experts_and_weights_are_those_of_the_rule(ops: Ops, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_factors_multiply_the_weights_of_their_experts(ops: Ops, name: str) -> None:
+    """And choose nothing."""
+    logits, bias, chosen, weights = case(name, 70, EXPERTS, K)
+    factors = torch.linspace(-1.0, 3.0, EXPERTS)
+    routes = ops.moe.route(logits, K, RULES[name][0], bias=bias, factors=factors)
+    assert torch.equal(routes.owners[routes.places.long()], chosen)
+    wanted = weights * factors[chosen.long()]
+    torch.testing.assert_close(routes.weights, wanted, rtol=2e-6, atol=0)
+
+
+def test_factors_of_another_number_of_experts_are_refused(ops: Ops) -> None:
+    with pytest.raises(KernelError, match="route factors"):
+        ops.moe.route(torch.zeros(2, EXPERTS), K, factors=torch.ones(EXPERTS - 1))
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_the_first_of_equals_is_chosen_and_the_first_of_equal_groups(ops: Ops, name: str) -> None:
     rule, biased = RULES[name]
     bias = torch.zeros(EXPERTS) if biased else None

@@ -108,3 +108,26 @@ def test_a_file_that_shrinks_between_two_pieces_is_an_error(
         file.truncate(path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="truncated while it was read"):
         list(pieces)
+
+
+def test_matrices_of_different_types_are_not_read_to_find_that_out(
+    small_pieces: None, golden: Path
+) -> None:
+    """Q4_K_M has v in more bits than q and k in half of its layers."""
+    checkpoint = open_checkpoint(golden / "gguf-Q4_K_M" / "model.gguf")
+    read: list[str] = []
+    data = checkpoint._file.data
+    checkpoint._file.data = lambda name, *given, **more: (
+        read.append(name),
+        data(name, *given, **more),
+    )[1]
+    names = [f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qkv"]
+    weights = [checkpoint.weight(name) for name in names]
+    kinds = {str(one.spec) for one in weights}
+    assert len(kinds) > 1
+    joined = [concat(weights[:3]), concat(weights[3:])]
+    assert not read
+    assert [one.shape[0] for one in joined] == [
+        sum(w.shape[0] for w in weights[i : i + 3]) for i in (0, 3)
+    ]
+    checkpoint.close()

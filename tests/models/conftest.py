@@ -260,7 +260,7 @@ def _pages(cache: AttentionCache, kv_heads: int, pages: int, noise: torch.Genera
     transposed = (*shape[:2], cache.key_dim, PAGE_SIZE)
     return KVPages(
         torch.randn(transposed, generator=noise).transpose(2, 3),
-        torch.randn((*shape[:3], cache.value_dim), generator=noise),
+        torch.randn((*shape[:3], 0 if cache.latent else cache.value_dim), generator=noise),
         KV_TYPES["float32"],
         KV_TYPES["float32"],
     )

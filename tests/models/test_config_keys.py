@@ -33,7 +33,7 @@ from tests.models.conftest import (
     prompt,
     tiny,
 )
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.test_model_architectures import ARCHITECTURES, LATENT, V3
 
 #: Models with recurrent layers.
 HYBRIDS = (
@@ -66,9 +66,17 @@ _MEMBERS = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 _V3 = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1}
+_INDEXER = {"index_topk": 40, "index_head_dim": 32, "index_n_heads": 2}
 _WINDOWED = {"sliding_window": 8, "num_hidden_layers": 4}
 #: What makes the keys of a model have an effect.
 BASES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": ARCHITECTURES["deepseek_v2"],
+    "deepseek_v3": {**V3, **LATENT},
+    "deepseek_v32": {**V3, **LATENT, **_INDEXER},
+    "glm4_moe_lite": ARCHITECTURES["glm4_moe_lite"],
+    "glm_moe_dsa": {**V3, **LATENT, **_INDEXER},
+    "youtu": LATENT,
+    "minicpm3": ARCHITECTURES["minicpm3"],
     "gemma2": _WINDOWED,
     "gemma3_text": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {

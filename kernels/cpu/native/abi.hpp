@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 40 };
+enum { kAbiVersion = 41 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -63,6 +63,7 @@ enum SourceKind {
 // What every exported function returns.
 // kBadIndex: a token or page id, row, slot or length points outside of its tensor.
 // kRankLost: another rank has ended, gave up, or did not answer in time.
+// kDamaged: a weight of a mapped file does not have the sums that were written with it.
 enum Status {
     kOk = 0,
     kOutOfMemory = 1,
@@ -70,7 +71,8 @@ enum Status {
     kUnknownOp = 3,
     kBadIndex = 4,
     kRankLost = 5,
-    kStatusCount = 6
+    kDamaged = 6,
+    kStatusCount = 7
 };
 
 // A tile of codes: 16 rows by 32 k.
@@ -102,6 +104,19 @@ struct ActivationScheme {
     float factor;       // of kNvScale
     float limit;        // largest magnitude that a scale is computed from
 };
+
+// The sums of a weight in a mapped file, which are compared before its first use (weight_check.hpp).
+// `next`, `done` and `state` are written by the library, by several threads.
+struct WeightCheck {
+    const uint8_t* begin;
+    int64_t bytes;
+    int64_t piece;         // bytes that have a sum, a multiple of a page; the last piece may be shorter
+    const uint64_t* sums;
+    const uint8_t* end;    // of the file: what is read ahead
+    int64_t next, done;    // pieces that threads have taken, and compared
+    int32_t state;         // CheckState
+};
+enum CheckState { kUnchecked = 0, kRight = 1, kWrong = 2 };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (bit_planes.hpp). The tiles of a strip's two blocks alternate, so that a strip is
@@ -151,6 +166,7 @@ struct Weight {
     const float* scale_table;  // [kScaleTableSize]: what the bytes of `scale` mean; may be null
     const float* scale_offset;
     ActivationScheme scheme;
+    WeightCheck* check;  // may be null
 };
 
 // The tiles of a row block, `step` bytes apart.

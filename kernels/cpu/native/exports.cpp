@@ -7,6 +7,7 @@
 #include "pack.hpp"
 #include "program.hpp"
 #include "rank_group.hpp"
+#include "weight_check.hpp"
 
 namespace {
 
@@ -78,6 +79,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     Runtime* runtime = static_cast<Runtime*>(handle);
     Turn turn(runtime);
     if (runtime->closed) return kClosed;
+    if (!is_right(*w)) return kDamaged;
     if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, out, true, 0, begin, end);
@@ -138,6 +140,19 @@ EXPORT int embedlm_program_time(void* handle, void* recorded, int on) {
 EXPORT void embedlm_program_times(void* handle, const void* program, int64_t* out) {
     std::lock_guard<std::mutex> lock(static_cast<Runtime*>(handle)->mutex);
     static_cast<const Program*>(program)->times.read(out);
+}
+
+// See sum_of.
+EXPORT uint64_t embedlm_sum(const void* data, int64_t bytes) {
+    return sum_of(static_cast<const uint8_t*>(data), bytes);
+}
+
+// Compares the sums of a weight with other threads that do the same: kOk or kDamaged.
+EXPORT int embedlm_check(WeightCheck* check) { return compare_sums(check) ? kOk : kDamaged; }
+
+// See read_over.
+EXPORT int embedlm_read_over(int file, int64_t offset, void* at, int64_t bytes) {
+    return read_over(file, offset, at, bytes);
 }
 
 // A group that nobody has joined yet. Exchanges wait `patience_s` seconds for a rank that is alive.

@@ -5,6 +5,7 @@
 
 #include "file_parts.hpp"
 #include "rank_group.hpp"
+#include "weight_check.hpp"
 
 namespace {
 
@@ -313,7 +314,7 @@ size_t expert_private_bytes(const ExpertsArgs& args) {
     return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
 }
 
-void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
+bool expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
                   uint8_t* scratch) {
     const int64_t strips = strips_of(*args.each.w);
     const int64_t used = args.active[args.count] * strips;
@@ -331,10 +332,13 @@ void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Ite
             own.then = share.then;
             own.then_end = share.then_end;
         }
+        if (!is_right(*args.experts[*expert])) return false;
         one_expert(kernels, args, args.experts[*expert], args.starts[*expert],
                    args.starts[*expert + 1], own, scratch);
+        if (!is_right(*args.experts[*expert])) return false;  // still: see read_over
         release_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
         resumed = true;
         at = next;
     }
+    return true;
 }

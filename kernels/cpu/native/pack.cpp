@@ -62,24 +62,59 @@ static_assert(block_bits(kQ4K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 2, "block
 static_assert(block_bits(kQ5K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 8 + kQuantBlock / 2, "block_q5_K");
 static_assert(block_bits(kQ6K, 0).nbytes == kQuantBlock / 2 + kQuantBlock / 4 + 16 + 2, "block_q6_K");
 
-uint32_t low_mask(int bits) { return (1u << bits) - 1; }
-
-// One byte per code.
-void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
-    if (w.source != kStream) {
-        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes are in 32 bytes
-            const BlockBits b = block_bits(w.source, i);
-            for (int64_t block = 0; block * 256 < w.k; ++block) {
-                const uint8_t* low = row + block * b.nbytes + b.low_byte;
-                const uint8_t* high = row + block * b.nbytes + b.high_byte;
-                const uint32_t mask = low_mask(b.low_bits), high_mask = low_mask(b.high_bits);
-                uint8_t* to = codes + block * 256 + i;
-                for (int l = 0; l < 32; ++l) to[l] = (uint8_t)(low[l] >> b.low_shift & mask);
-                for (int l = 0; l < 32 && b.high_bits; ++l)
-                    to[l] |= (uint8_t)((high[l] >> b.high_shift & high_mask) << b.low_bits);
+// The tiles of a row block of a k-quant with this many low and high bits per code. The bits of 32 codes
+// are in 32 bytes, so codes move in words of four: three times as fast as one byte per code on the way.
+template <int LOW, int HIGH>
+void pack_k_tiles(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
+    const Tiles tiles = tiles_of(&w, b);
+    uint8_t* tile = tiles.first;
+    for (int64_t t = 0; t < w.k_blocks; ++t, tile += tiles.step) {
+        const BlockBits bits = block_bits(w.source, (int)(t % 8) * kTileDepth);
+        const int64_t at = t / 8 * bits.nbytes;
+        if (count < kTileRows) memset(tile, 0, (LOW + HIGH) * kTileBytesPerBit);
+        for (int r = 0; r < count; ++r) {
+            uint32_t low[8], word;
+            uint8_t* to = tile + 4 * r;
+            memcpy(low, rows[r] + at + bits.low_byte, sizeof low);
+            for (int j = 0; j < 8; ++j)
+                low[j] = low[j] >> bits.low_shift & (LOW == 4 ? 0x0f0f0f0fu : 0x03030303u);
+            for (int i = 0; i < LOW; ++i) {
+                if (LOW == 4) word = low[i] | low[i + 4] << 4;
+                else word = low[i] | low[i + 2] << 2 | low[i + 4] << 4 | low[i + 6] << 6;
+                memcpy(to + 64 * i, &word, 4);
+            }
+            if constexpr (HIGH > 0) {
+                to += LOW * kTileBytesPerBit;
+                uint32_t high[8];
+                memcpy(high, rows[r] + at + bits.high_byte, sizeof high);
+                for (int j = 0; j < 8; ++j)
+                    high[j] = high[j] >> bits.high_shift & (HIGH == 2 ? 0x03030303u : 0x01010101u);
+                for (int i = 0; i < HIGH; ++i) {
+                    word = 0;
+                    for (int j = i; j < 8; j += HIGH) word |= high[j] << j / HIGH * HIGH;
+                    memcpy(to + 64 * i, &word, 4);
+                }
             }
         }
-    } else if (w.bits == 8) {
+    }
+}
+
+void pack_k_quants(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
+    pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
+    switch (w.source) {
+        case kQ2K: return pack_k_tiles<2, 0>(w, b, rows, count);
+        case kQ3K: return pack_k_tiles<2, 1>(w, b, rows, count);
+        case kQ4K: return pack_k_tiles<4, 0>(w, b, rows, count);
+        case kQ5K: return pack_k_tiles<4, 1>(w, b, rows, count);
+        default: return pack_k_tiles<4, 2>(w, b, rows, count);
+    }
+}
+
+uint32_t low_mask(int bits) { return (1u << bits) - 1; }
+
+// One byte per code of a bit stream.
+void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
+    if (w.bits == 8) {
         for (int64_t k = 0; k < w.k; ++k) codes[k] = row[k] ^ (w.flip ? 0x80 : 0);
     } else {
         expand_of(w.bits)(row, w.k, codes);
@@ -202,8 +237,10 @@ void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int6
             pack_legacy(w, b, rows, count);
             continue;
         }
-        if (w.source != kStream)
-            pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
+        if (w.source != kStream) {
+            pack_k_quants(w, b, rows, count);
+            continue;
+        }
         for (int r = 0; r < kTileRows; ++r) {
             uint8_t* row = codes + r * stride;
             if (r < count) read_row(w, rows[r], row);

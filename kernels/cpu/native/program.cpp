@@ -13,6 +13,7 @@
 #include "masks.hpp"
 #include "pack.hpp"
 #include "state_plan.hpp"
+#include "weight_check.hpp"
 
 namespace {
 
@@ -576,7 +577,7 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
 void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end) {
     switch (op.kind) {
         case kOpEmbedding:
-            gather_rows(op.embedding, begin, end);
+            if (usable(*op.embedding.w)) gather_rows(op.embedding, begin, end);
             break;
         case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
         case kOpNorm: kernels->norm(&op.norm, begin, end); break;
@@ -621,13 +622,22 @@ void Runtime::transfer(const TransferArgs& args) {
     if (group_) group_->give_up();
 }
 
+// Whether a weight is what was written. If not, the run has no result.
+bool Runtime::usable(const Weight& w) {
+    if (is_right(w)) return true;
+    damaged_ = true;
+    return false;
+}
+
 void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
         case kOpLinear: {
             const LinearArgs& args = op.linear;
             stream_file_parts(args, share, strips_of(*args.w));
+            if (!usable(*args.w)) break;
             linear_tiles(*kernels, args, pool.threads(), share, scratch);
+            usable(*args.w);  // still: see read_over
             release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
@@ -637,7 +647,7 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
         case kOpSpace: kernels->space(&op.space, share.begin, share.end, scratch); break;
         case kOpExperts:
             stream_file_parts(op.experts.each, share, expert_strips(op.experts));
-            expert_tiles(*kernels, op.experts, share, scratch);
+            if (!expert_tiles(*kernels, op.experts, share, scratch)) damaged_ = true;
             break;
         case kOpHeads:
             stream_file_parts(op.heads.each, share, head_strips(op.heads));
@@ -744,5 +754,6 @@ Status Runtime::run(Program& program, const int64_t* given) {
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     if (program.times.on()) program.times.add_run(OperatorTimes::now() - begin);
+    if (damaged_.exchange(false)) return kDamaged;
     return group_ && group_->broken() ? kRankLost : transferred_;
 }

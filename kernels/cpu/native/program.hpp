@@ -174,6 +174,7 @@ private:
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
     ItemRange down_units(const Program& program, int stage, const ItemRange& strips) const;
     void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
+    bool usable(const Weight& w);
     void transfer(const TransferArgs& args);
     static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
@@ -182,6 +183,7 @@ private:
     FilePart* used_ = nullptr;  // last
     RankGroup* group_ = nullptr;  // of the exchanges of the run; null: it has none
     Status transferred_ = kOk;    // by the run so far
+    std::atomic<bool> damaged_{false};  // a weight that the run used
     size_t stride_ = 0;
     std::vector<Phase> phases_;
     PackJob packing_ = {};  // without a weight: nothing is being packed

@@ -162,18 +162,6 @@ class Budget:
         if count > 0:
             self._vacated[index].difference_update(kind.give(count))
 
-    def shrink(self, nbytes: int) -> bool:
-        """Lower the budget to ``nbytes``. False: too much is in use; nothing has changed."""
-        assert self.nbytes is not None
-        if self.missing([0] * len(self._kinds)) or self.nbytes - nbytes > self._spare_bytes():
-            return False
-        self._collect(-1, self.nbytes - nbytes, [0] * len(self._kinds), cached=True)
-        self.nbytes = nbytes
-        return True
-
-    def _spare_bytes(self) -> int:
-        return self._free + sum(max(kind.num_spare, 0) * kind.unit_bytes for kind in self._kinds)
-
     def take_vacated(self) -> list[list[int]]:
         """For each kind the places that have lost their memory since the last call and have not got
         it back. The ranks may return it to the system once all plans so far have run."""

@@ -61,6 +61,9 @@ class ElasticPages:
         unfinished requests, also return the memory of recorded steps; they are captured again when
         the engine is next idle after requests."""
         self._vacate(self._scheduler.pool.drop_cached())
+        if (groups := self._scheduler.groups) is not None:
+            for region, places in enumerate(groups.unused, 1):
+                self._executor.on_ranks(_vacate_region, places, region)
         if not self._scheduler.queues.unfinished:
             self._executor.on_ranks(_record_anew)
         self._executor.on_ranks(_empty_cache)
@@ -88,6 +91,10 @@ def _vacate(runner: ModelRunner, pages: list[int]) -> None:
     runner.kv.vacate(pages)
     if runner.drafting is not None:
         runner.drafting.vacate(pages)
+
+
+def _vacate_region(runner: ModelRunner, places: list[int], region: int) -> None:
+    runner.kv.vacate(places, region)
 
 
 def _record_anew(runner: ModelRunner) -> None:
@@ -125,4 +132,4 @@ def capture_next(runner: ModelRunner) -> bool:
 
 
 #: What this module calls on every rank, by reference; ranks on other hosts know these by name.
-ON_RANKS = (_vacate, _record_anew, _empty_cache, _sleep, _wake, capture_next)
+ON_RANKS = (_vacate, _vacate_region, _record_anew, _empty_cache, _sleep, _wake, capture_next)

@@ -19,8 +19,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from sdk.engine.scheduling.scheduler_config import WindowGroup
+
+class WindowGroup(NamedTuple):
+    """The memory of the layers with one window: ``num_frames`` places of ``frame_bytes`` for one
+    page each, place 0 reserved. A token sees ``window`` tokens, itself included."""
+
+    window: int
+    frame_bytes: int
+    num_frames: int
 
 
 class Held:
@@ -80,6 +88,11 @@ class FramePool:
     def num_spare(self) -> int:
         """See :class:`~sdk.engine.pages.budget.Places`."""
         return self.capacity - self.claimed
+
+    @property
+    def unused(self) -> list[int]:
+        """Places without content."""
+        return list(self._free)
 
     @property
     def num_unused(self) -> int:

@@ -5,7 +5,7 @@ A model whose layers all keep every token has none of this: there is no :class:`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from sdk.engine.pages.frames import FramePool, Held
 from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.pages.state_saves import StateSaves
 from sdk.engine.pages.states import StatePool, StateSnapshot
-from sdk.engine.plan import Duplicate, Frames, StateSave
+from sdk.engine.plan import Duplicate, Frames, StepPlan, StepRow
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 
@@ -45,6 +45,11 @@ class Vacated(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.pages or self.slots or any(self.frames))
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """See ``StepPlan.vacated``."""
+        return tuple(map(tuple, (self.pages, *self.frames, self.slots))) if self else ()
+
 
 class Pinned(NamedTuple):
     """What a pinned prefix holds besides its pages."""
@@ -65,10 +70,13 @@ class Groups:
         states = [] if self.states is None else [self.states]
         kinds: list[Places] = [pool, *self.frames, *states]
         self.budget = Budget(config.cache_bytes, kinds, self._shares())
-        for kind in (*self.frames, *states):
-            kind.on_shortage = partial(self._obtain_unused, kind)
+        for pages in self.frames:
+            pages.on_shortage = partial(self._obtain_unused, pages)
+        if self.states is not None:
+            self.states.on_shortage = partial(self._obtain_unused, self.states)
         pool.on_need = self._obtain_pages
         pool.on_forget = self._forget
+        pool.on_resize = self._resize
         #: For the next plan: frames of running sequences.
         self._new_frames: list[tuple[str, Frames]] = []
         self._started: set[str] = set()  # sequences that the next plan starts
@@ -97,9 +105,16 @@ class Groups:
         needs = [pages] + [0] * len(self.frames)
         return needs if self.states is None else [*needs, slots]
 
+    def _resize(self, num_pages: int) -> None:
+        if self.budget.nbytes is not None:
+            self.budget.nbytes += num_pages * self._pool.unit_bytes
+
     def _forget(self, page: int | None) -> None:
         """A page (``None``: every page) is not known any more."""
-        for kind in self.frames if self.states is None else (*self.frames, self.states):
+        attached: list[FramePool | StatePool] = [*self.frames]
+        if self.states is not None:
+            attached.append(self.states)
+        for kind in attached:
             if page is None:
                 kind.detach_all()
             else:
@@ -171,7 +186,8 @@ class Groups:
             for index, _ in enumerate(one):
                 needs[1 + index] += 1
         if self.states is not None:
-            read = {one for hit in hits if (one := hit.snapshot) is not None and not one.held}
+            snapshots = {hit.snapshot for hit in hits}
+            read = [one for one in snapshots if one is not None and not one.held]
             needs[-1] = self.states.num_working * len(hits) + len(read)
         return self.budget.missing(needs)
 
@@ -252,9 +268,40 @@ class Groups:
 
     # Steps
 
-    def begin_plan(self) -> None:
-        """A plan begins."""
+    def begin_plan(self, running: Iterable[Request], busy: Container[Request]) -> None:
+        """A plan begins. Windows that have moved on give back, except those of ``busy`` sequences,
+        which other plans in flight run."""
         self._started.clear()
+        if self.frames:
+            for request in running:
+                for sequence in request.sequences:
+                    if sequence not in busy:
+                        self.leave(sequence)
+
+    def repeat(
+        self, plan: StepPlan, need_page: Iterable[Request], need_save: Iterable[Request]
+    ) -> StepPlan:
+        """A repeated plan with the frames of its new pages, and with its snapshots."""
+        self._started.clear()
+        for request in need_page:
+            self.grow_pages(request, len(request.pages))
+        if self.saves is not None:
+            for request in need_save:
+                self.saves.plan(request, 1)
+        return self.complete(plan)
+
+    def plan_saves(self, rows: Iterable[tuple[Request, StepRow]]) -> None:
+        """Choose the snapshots that a plan takes."""
+        if self.saves is not None:
+            for sequence, row in rows:
+                self.saves.plan(sequence, row.num_scheduled_tokens - len(row.drafts))
+
+    def complete(self, plan: StepPlan) -> StepPlan:
+        """The plan with the frames that running sequences got, and with its snapshots."""
+        frames, self._new_frames = tuple(self._new_frames), []
+        saves = () if self.saves is None else self.saves.take()
+        vacated = self.take_vacated().places
+        return plan._replace(new_frames=frames, state_saves=saves, vacated=vacated)
 
     def leave(self, sequence: Request) -> None:
         """Give back the frames that no later token of a sequence sees."""
@@ -316,18 +363,6 @@ class Groups:
             if sequence.request_id not in self._started:
                 self._new_frames.append((sequence.request_id, Frames(group, first, frames)))
 
-    def take_new_frames(self) -> tuple[tuple[str, Frames], ...]:
-        """The frames that running sequences got, for the plan that is about to run."""
-        if not self._new_frames:
-            return ()
-        found = tuple(self._new_frames)
-        self._new_frames.clear()
-        return found
-
-    def take_saves(self) -> tuple[StateSave, ...]:
-        """The snapshots that the plan that is about to run takes."""
-        return () if self.saves is None else self.saves.take()
-
     # Results
 
     def publish(self, sequence: Request, index: int, key: PageKey) -> None:
@@ -363,6 +398,28 @@ class Groups:
             held.first <= pool.first_seen(num_tokens)
             for pool, held in zip(self.frames, sequence.windows, strict=True)
         )
+
+    # Contents from elsewhere
+
+    def begin_writing(self, num_pages: int) -> list[Held] | None:
+        """Frames for those of a prefix's pages that the token after it sees, for the caller to
+        write. ``None``: there are too few."""
+        tokens, needs, found = num_pages * self._config.page_size, self._needs(), []
+        for index, pool in enumerate(self.frames):
+            found.append(Held(0, pool.first_seen(tokens)))
+            needs[1 + index] = num_pages - found[-1].first
+        if not self.budget.obtain(needs):
+            return None
+        for pool, held in zip(self.frames, found, strict=True):
+            pool.grow(held, num_pages)
+        return found
+
+    def end_writing(self, pages: Sequence[int], written: Sequence[Held]) -> None:
+        """These known pages have the frames of :meth:`begin_writing`, unless they had some."""
+        for pool, held in zip(self.frames, written, strict=True):
+            for index in range(held.first, held.end if pages else 0):
+                pool.attach(pages[index], held.frame(index))
+            pool.release(held)
 
     # Pins
 
@@ -402,6 +459,12 @@ class Groups:
         if self.states is not None:
             nbytes += self.states.num_working * self.states.unit_bytes
         return len(sequence.pages) + -(-nbytes // max(self._config.page_bytes, 1))
+
+    @property
+    def unused(self) -> list[list[int]]:
+        """The places without content: frames by group, slots."""
+        slots = [] if self.states is None else self.states.unused
+        return [*(one.unused for one in self.frames), slots]
 
     def take_vacated(self) -> Vacated:
         """See :meth:`Budget.take_vacated`."""

@@ -102,6 +102,8 @@ class PagePool:
         #: Called with the number of pages that must be free or only cached, if there are too few
         #: free ones. It may ``give`` pages.
         self.on_need: Callable[[int], None] | None = None
+        #: Called with the number of pages that were granted (negative: withheld) from outside.
+        self.on_resize: Callable[[int], None] | None = None
         #: Called when a page is not known any more; ``None``: no page is.
         self.on_forget: Callable[[int | None], None] | None = None
         #: Called with the location and the key of a cached page before it is evicted.
@@ -223,7 +225,15 @@ class PagePool:
         return count <= len(self._free) + len(self._cached)
 
     def withhold(self, count: int) -> list[int]:
-        """Withhold up to ``count`` pages without an owner, free ones first; returns them."""
+        """Withhold up to ``count`` pages without an owner, free ones first; returns them. With
+        groups the budget shrinks by as much."""
+        taken = self.take_away(count)
+        if self.on_resize is not None:
+            self.on_resize(-len(taken))
+        return taken
+
+    def take_away(self, count: int) -> list[int]:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
         taken = self._free[:count]
         del self._free[:count]
         while len(taken) < count and self._cached:
@@ -233,13 +243,21 @@ class PagePool:
         return taken
 
     def grant(self, count: int) -> int:
-        """Give back up to ``count`` withheld pages; returns how many."""
+        """Give back up to ``count`` withheld pages; returns how many. With groups the budget grows
+        by as much."""
+        granted = self.give(count)
+        if self.on_resize is not None:
+            self.on_resize(len(granted))
+        return len(granted)
+
+    def give(self, count: int) -> list[int]:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
         kept = max(len(self._withheld) - count, 0)
         granted = self._withheld[kept:]
         del self._withheld[kept:]
         self._free += granted
         self.capacity += len(granted)
-        return len(granted)
+        return granted
 
     # Memory that moves (budget.Places)
 
@@ -252,16 +270,6 @@ class PagePool:
     def num_unused(self) -> int:
         """See :class:`~sdk.engine.pages.budget.Places`."""
         return len(self._free)
-
-    def take_away(self, count: int) -> list[int]:
-        """See :class:`~sdk.engine.pages.budget.Places`."""
-        return self.withhold(count)
-
-    def give(self, count: int) -> list[int]:
-        """See :class:`~sdk.engine.pages.budget.Places`."""
-        before = len(self._free)
-        self.grant(count)
-        return self._free[before:]
 
     def drop_cached(self) -> list[int]:
         """Evict all cached pages; returns all free pages."""

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.errors import OutOfMemoryError, RequestError, SnapshotError
 from sdk.api.params import SamplingParams
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
+from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank.kv_transfer import (
@@ -138,18 +139,43 @@ class PrefixStore:
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
             return None
+        frames: Sequence[Sequence[int]] = ()
+        self._check_groups()
+        if (groups := self._scheduler.groups) is not None:
+            hit = groups.longest(pages)
+            if hit.num_pages < len(pages):
+                return None
+            frames = hit.frames
         locations = self._scheduler.pool.locations(pages)
         tier = min(page_tier(location)[0] for location in locations)
-        return self._read(locations, tier)
+        return self._read(locations, tier, frames)
 
-    def _read(self, locations: list[int], tier: int) -> StoredKV:
-        """The contents of pages as rows of the type of a tier."""
+    def _check_groups(self) -> None:
+        """:raises RequestError: the model has recurrent states, or layers of several shapes."""
+        found = "recurrent states" if self._scheduler.config.states is not None else ""
+        spec = self._spec
+        own = spec.kv_heads, spec.head_dim, spec.head_dim
+        if not found and any(cache[:3] != own or cache[4:] == (True,) for cache in spec.caches):
+            found = "keys and values of several shapes"
+        if found:
+            raise RequestError(
+                f"a snapshot holds keys and values of one shape, and this model has {found}, which "
+                "are not supported there; its prefixes stay in the prefix cache, and pin keeps them"
+            )
+
+    def _read(
+        self, locations: list[int], tier: int, frames: Sequence[Sequence[int]] = ()
+    ) -> StoredKV:
+        """The contents of pages as rows of the type of a tier. ``frames``: by window group those of
+        the last pages."""
         layers = []
         step = max(_MAX_TOKENS // self._scheduler.config.page_size, 1)
+        regions = [locations, *map(list, frames)]
         for layer in range(self._spec.num_layers):
             parts = []
-            for begin in range(0, len(locations), step):
-                some = locations[begin : begin + step]
+            places = regions[self._spec.region(layer)]
+            for begin in range(0, len(places), step):
+                some = places[begin : begin + step]
                 answers = self._executor.on_ranks(read_layer, layer, some, tier)
                 parts.append(joined(answers, self._spec.kv_heads))
             rows = parts[0].rows
@@ -161,12 +187,15 @@ class PrefixStore:
     def restore(
         self, token_ids: Sequence[int], salt: str | None, stored: StoredKV, *, pin: bool
     ) -> int:
-        """Write a prefix into unused pages of the cache; returns how many of its tokens fitted.
+        """Write a prefix into unused pages of the cache; returns how many of its tokens fitted:
+        with window groups all or none.
 
         :raises OutOfMemoryError: ``pin`` is set and the prefix does not fit.
+        :raises SnapshotError: layers with a window lack tokens that this engine keeps.
         """
         keys, size = self.keys(token_ids, salt), self._scheduler.config.page_size
-        pool = self._scheduler.pool
+        self._check_rows(stored)
+        pool, groups = self._scheduler.pool, self._scheduler.groups
         pages = pool.acquire(pool.match(keys), 0) or []
         known = len(pages)
         try:
@@ -176,17 +205,66 @@ class PrefixStore:
                     f"restore: the prefix needs {missing} KV pages of {size} tokens, "
                     f"{pool.num_available} of {pool.capacity} are unused"
                 )
-            new = pool.acquire((), min(missing, pool.num_available)) or []
+            count = missing if groups is not None else min(missing, pool.num_available)
+            new = pool.acquire((), count) or []
+            if groups is not None and len(new) < missing:
+                return groups.longest(pages).num_pages * size
             pages = pages + new
             self._write(new, known, stored)
             for page, key in zip(new, keys[known:], strict=False):
                 pool.publish(page, key)
+            if groups is not None and not self._write_frames(groups, pages, stored):
+                return groups.longest(pages).num_pages * size
             if pin:
                 self.pin(token_ids, salt)
         finally:
             pool.release(pages)
         self._scheduler.prefixes.restored += len(new)
         return len(pages) * size
+
+    def _check_rows(self, stored: StoredKV) -> None:
+        """See :meth:`restore`."""
+        self._check_groups()
+        if self._scheduler.groups is not None:
+            return
+        most = max((len(layer.rows) for layer in stored.layers), default=0)
+        for index, layer in enumerate(stored.layers):
+            if len(layer.rows) < most:
+                raise SnapshotError(
+                    f"the snapshot has only the last {len(layer.rows)} of {most} tokens of layer "
+                    f"{index}, which has a window, and with the options of this LLM such layers "
+                    "keep all tokens (see explain()): restore it without these options"
+                )
+
+    def _write_frames(self, groups: Groups, pages: list[int], stored: StoredKV) -> bool:
+        """Write what the token after a prefix sees in layers with a window; whether all of it is
+        stored and fits."""
+        written = groups.begin_writing(len(pages))
+        if written is None:
+            return False
+        size, end = self._scheduler.config.page_size, len(pages)
+        num_tokens = max(len(layer.rows) for layer in stored.layers)
+        known: list[int] = []
+        try:
+            for layer, held in enumerate(stored.layers):
+                region = self._spec.region(layer)
+                if not region:
+                    continue
+                first = written[region - 1].first
+                begin = first * size - (num_tokens - len(held.rows))
+                rows = held.rows
+                if begin < 0:  # the first tokens of a page, which no later token sees
+                    if end * size + 1 - self._spec.windows[region - 1] < num_tokens - len(rows):
+                        return False
+                    rows = np.pad(rows, ((-begin, 0), (0, 0), (0, 0)))
+                    begin = 0
+                frames = [written[region - 1].frame(index) for index in range(first, end)]
+                part = LayerKV(rows[begin : begin + len(frames) * size], held.centre)
+                self._executor.on_ranks(write_layer, layer, frames, part, stored.spec)
+            known = pages
+        finally:
+            groups.end_writing(known, written)
+        return True
 
     # Parts of prefixes, which are handed over between engines
 
@@ -204,7 +282,8 @@ class PrefixStore:
         """For each layer what is subtracted from its keys, ``[kv_heads, head_dim]``, if anything.
         Equal rows stand for equal keys only where these and ``dtype`` are equal.
         """
-        return [layer.centre for layer in self._read([0], 0).layers]  # page 0: of no request
+        frames = [[0]] * len(self._spec.windows)
+        return [layer.centre for layer in self._read([0], 0, frames).layers]  # 0: of no request
 
     def num_cached(self, keys: Sequence[PageKey]) -> int:
         """How many of these pages, from the first on, are cached. Changes nothing."""
@@ -270,6 +349,8 @@ class PrefixStore:
         size = self._scheduler.config.page_size
         step = max(_MAX_TOKENS // size, 1)
         for layer, (rows, centre) in enumerate((x.rows, x.centre) for x in stored.layers):
+            if self._spec.region(layer):
+                continue
             for begin in range(0, len(locations), step):
                 some = locations[begin : begin + step]
                 at = (first + begin) * size

@@ -177,6 +177,21 @@ class Prefixes:
             end += 1
         saves.save_at(writer, end)
 
+    def ran(self, sequence: Request, num_tokens: int, drafts: bool) -> None:
+        """A step has run ``num_tokens`` tokens of a sequence with a recurrent state, and what they
+        filled was published."""
+        state = sequence.state
+        if self.groups is not None and state is not None and (drafts or state.awaits_step):
+            assert self.groups.saves is not None
+            self.groups.saves.ran(sequence, num_tokens, drafts)
+
+    def need_save(self, sequences: Sequence[Request]) -> list[Request]:
+        """Of sequences that decode again those whose states are saved in that step."""
+        if self.groups is None or self.groups.saves is None:
+            return []
+        last = self.pool.page_size - 1
+        return [one for one in sequences if one.num_computed % (last + 1) == last]
+
     def look_ahead(self, waiting: Iterable[Request]) -> None:
         """With states: requests that will start later may leave what running ones are about to
         compute. Those take a snapshot there while they are at it."""

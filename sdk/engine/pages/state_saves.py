@@ -17,45 +17,13 @@ from bisect import insort
 from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PagePool
-from sdk.engine.pages.states import StatePool, StateSnapshot, living
+from sdk.engine.pages.states import StatePool, StateSnapshot, WorkingState, living
 from sdk.engine.plan import StateSave
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 
 #: States of up to this many pages are saved at every page.
 _SMALL = 4
-
-
-class WorkingState:
-    """The state of one running sequence. ``slots[current]`` has it once the sequence ``has_run``;
-    before, the slot ``initial`` has it (-1: zeros), which is that of ``read``, a snapshot that is
-    held until then. ``save_at``: numbers of tokens after which a
-    snapshot is taken, ``saving`` those in flight with their slots, ``last`` the last one taken or
-    read, ``rolling`` the last one of its answer."""
-
-    __slots__ = (
-        "current",
-        "has_run",
-        "initial",
-        "last",
-        "num_planned",
-        "read",
-        "rolling",
-        "save_at",
-        "saving",
-        "slots",
-    )
-
-    def __init__(self, initial: StateSnapshot | None, num_tokens: int) -> None:
-        self.slots: list[int] = []
-        self.current = 0
-        self.has_run = False
-        self.initial = -1 if initial is None else initial.slot
-        self.save_at: list[int] = []
-        self.saving: list[tuple[int, int]] = []
-        self.last = self.read = initial
-        self.rolling: StateSnapshot | None = None
-        self.num_planned = num_tokens
 
 
 def mark(digest: bytes) -> bytes:

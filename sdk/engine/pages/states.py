@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-
-from sdk.engine.scheduling.scheduler_config import StateSlots
+from typing import NamedTuple
 
 #: More uses than this do not count.
 _MOST_USES = 4
+
+
+class StateSlots(NamedTuple):
+    """The memory of recurrent states: ``num_slots`` of ``slot_bytes``, all layers in one, slot 0
+    reserved. ``drafts``: the most drafts of a row; a sequence has one slot more than that."""
+
+    slot_bytes: int
+    num_slots: int
+    drafts: int = 0
 
 
 class StateSnapshot:
@@ -61,6 +69,43 @@ def living(snapshot: StateSnapshot | None) -> StateSnapshot | None:
     return snapshot
 
 
+class WorkingState:
+    """The state of one running sequence. ``slots[current]`` has it once the sequence ``has_run``;
+    before, the slot ``initial`` has it (-1: zeros), which is that of ``read``, a snapshot that is
+    held until then. ``save_at``: numbers of tokens after which a
+    snapshot is taken, ``saving`` those in flight with their slots, ``last`` the last one taken or
+    read, ``rolling`` the last one of its answer."""
+
+    __slots__ = (
+        "current",
+        "has_run",
+        "initial",
+        "last",
+        "num_planned",
+        "read",
+        "rolling",
+        "save_at",
+        "saving",
+        "slots",
+    )
+
+    def __init__(self, initial: StateSnapshot | None, num_tokens: int) -> None:
+        self.slots: list[int] = []
+        self.current = 0
+        self.has_run = False
+        self.initial = -1 if initial is None else initial.slot
+        self.save_at: list[int] = []
+        self.saving: list[tuple[int, int]] = []
+        self.last = self.read = initial
+        self.rolling: StateSnapshot | None = None
+        self.num_planned = num_tokens
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether anything changes once a row without drafts has run."""
+        return bool(self.saving or self.save_at) or not self.has_run
+
+
 class StatePool:
     """The slots ``1 .. num_slots - 1``. Not thread-safe."""
 
@@ -92,6 +137,11 @@ class StatePool:
     def num_spare(self) -> int:
         """See :class:`~sdk.engine.pages.budget.Places`."""
         return len(self._free) + self._num_evictable
+
+    @property
+    def unused(self) -> list[int]:
+        """Places without content."""
+        return list(self._free)
 
     @property
     def num_unused(self) -> int:
@@ -262,6 +312,6 @@ class StatePool:
             assert one.page == page, "a snapshot is at another page"
             assert one.held == sum(other is one for other in held), "held snapshots differ"
             assert bool(one.entry) != bool(one.held), "a held snapshot may be evicted"
-            assert one.parent is None or one in living(one.parent).children, "links differ"
+            assert one.parent is None or one in one.parent.children, "links differ"
             assert one.cost > 0, "a snapshot comes before the one before it"
         assert self._num_evictable == sum(one.entry > 0 for one in snapshots)

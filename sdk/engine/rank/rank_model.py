@@ -8,6 +8,7 @@ from dataclasses import replace
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.forward import Compiling
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.weight_cache.store import WeightStore, weight_store
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
@@ -35,6 +36,8 @@ class RankModel:
     lockstep: Lockstep | None = None
     #: Shows how many kernels of a card are compiled.
     compiling: Compiling | None = None
+    #: What the cache of weights does for it; ``None``: it is not to be used.
+    weight_store: WeightStore | None = None
 
     @classmethod
     def load(
@@ -51,11 +54,18 @@ class RankModel:
             undo.callback(checkpoint.close)
             ops = config.open_ops(mesh)
             undo.callback(ops.close)
+            store = weight_store(config, mesh, checkpoint, ops)
             values = {**checkpoint.config, **config.hf_overrides}
             longest, layers = config.max_model_len, config.layers_of(mesh.stage)
             with ops.entered():
                 model = build_model(
-                    checkpoint, mesh, ops, max_model_len=longest, config=values, layers=layers
+                    checkpoint,
+                    mesh,
+                    ops,
+                    max_model_len=longest,
+                    config=values,
+                    layers=layers,
+                    shared=None if store is None or store.reason else store.tensors,
                 )
             classifier = classifier_of(values)
             size, score_head = model.config.hidden_size, None
@@ -65,9 +75,11 @@ class RankModel:
                 score_head = read_score_head(checkpoint, classifier, size)
             unused = unused_tensors(checkpoint, model)
             ops.finish_packing()
+            if store is not None:
+                unused = store.loaded(unused)
             undo.pop_all()
         checkpoint.close()
-        return cls(ops, model, classifier, score_head, unused)
+        return cls(ops, model, classifier, score_head, unused, weight_store=store)
 
     def share(self, config: RunnerConfig, mesh: Mesh, headers: Checkpoint) -> RankModel:
         """The same weights with operators of their own, for another engine in this process."""

@@ -209,7 +209,7 @@ class ModelRunner:
         """Launch one step; results must be read in the order of the launches."""
         repeated = self._repeated
         if repeated is not None:
-            changes = plan.copies or plan.state_saves
+            changes = plan.copies or plan.state_saves or plan.vacated
             if plan.rows is repeated.rows and not changes and repeated.ready:
                 return repeated.launch(plan)
             self._repeated = None
@@ -266,6 +266,10 @@ class ModelRunner:
                 request.accept(token_ids)
         self.kv.copy(plan.copies, self.ops)
         self._inputs.apply_moves(self._requests.values(), plan.copies)
+        for region, places in enumerate(plan.vacated):
+            self.kv.vacate(places, region)
+        if plan.vacated and plan.vacated[0] and self.drafting is not None:
+            self.drafting.vacate(plan.vacated[0])
         self._add_pages(plan)
         if self.drafting is not None:
             self.drafting.update(plan)

@@ -84,6 +84,8 @@ class RunnerConfig:
     disk_bytes: int = 0
     resident_bytes: int = 0
     disk_folder: str = ""
+    #: The most bytes of the cache of packed weights; 0: it is not used.
+    weight_cache: int = 0
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
     #: The layers of each stage; empty: every rank has a part of all.

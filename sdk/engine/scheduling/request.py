@@ -13,19 +13,16 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from sdk.api.outputs import FinishReason
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.timeline import RequestEvent, with_event
 from sdk.engine.job import Job
+from sdk.engine.pages.frames import Held
 from sdk.engine.pages.page_pool import PageKey, page_key
+from sdk.engine.pages.states import WorkingState
 from sdk.engine.plan import Frames, RequestStart, SequenceSpec
 from sdk.engine.scheduling.results import ResultReservation
-
-if TYPE_CHECKING:
-    from sdk.engine.pages.frames import Held
-    from sdk.engine.pages.state_saves import WorkingState
 
 _NEGATIVE_PARAMS = SamplingParams()
 

@@ -253,7 +253,7 @@ class Scheduler:
         self._num_added = queues.num_added
         self._end_steps()
         if self.groups is not None:
-            self._begin_groups(self.groups, busy)
+            self.groups.begin_plan(queues.running, busy)
         queues.refresh()
         if queues.policy.preemptive and queues.waiting:
             self.admission.make_room(busy)
@@ -285,12 +285,11 @@ class Scheduler:
         for request in queues.take_rewound():
             started += [sequence.start() for sequence in request.sequences]
         rows.sort(key=_has_several_tokens)  # of one token first
-        if self.groups is not None and (saves := self.groups.saves) is not None:
+        if self.groups is not None:
             if joined or queues.num_added != self._num_looked:
                 self._num_looked = queues.num_added
                 self.prefixes.look_ahead(islice(queues.waiting, _LOOK_AHEAD))
-            for sequence, row in rows:
-                saves.plan(sequence, row.num_scheduled_tokens - len(row.drafts))
+            self.groups.plan_saves(rows)
         batch = self._launch(rows, started, new_pages, num_decodes)
         # a request with a negative prompt has two rows, so equal numbers may be a coincidence
         alone = 0 < num_decodes == len(queues.running) and not any(
@@ -300,15 +299,6 @@ class Scheduler:
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
-
-    def _begin_groups(self, groups: Groups, busy: frozenset[Request]) -> None:
-        """Windows that have moved on give back."""
-        groups.begin_plan()
-        if groups.frames:
-            for request in self.queues.running:
-                for sequence in request.sequences:
-                    if sequence not in busy:
-                        groups.leave(sequence)
 
     @property
     def _in_stages(self) -> bool:
@@ -358,10 +348,8 @@ class Scheduler:
             tuple(self.queues.take_dropped()),
             self.pool.take_copies(),
         )
-        if (groups := self.groups) is not None:
-            plan = plan._replace(
-                new_frames=groups.take_new_frames(), state_saves=groups.take_saves()
-            )
+        if self.groups is not None:
+            plan = self.groups.complete(plan)
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         now = self.queues.clock()
@@ -427,25 +415,13 @@ class Scheduler:
         copies = self.pool.take_copies()
         plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
         if self.groups is not None:
-            plan = self._with_groups(plan, self.groups)
+            plan = self.groups.repeat(plan, in_flight.need_page, in_flight.need_save)
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
-        if not (new_pages or copies or plan.state_saves):
+        if not (new_pages or copies or plan.state_saves or plan.vacated):
             in_flight.same = batch
         return batch
-
-    def _with_groups(self, plan: StepPlan, groups: Groups) -> StepPlan:
-        """A repeated plan with the frames of its new pages, and with its snapshots."""
-        groups.begin_plan()
-        in_flight = self._in_flight
-        for request in in_flight.need_page:
-            groups.grow_pages(request, len(request.pages))
-        if groups.saves is not None:
-            for request in in_flight.need_save:
-                groups.saves.plan(request, 1)
-        frames, saves = groups.take_new_frames(), groups.take_saves()
-        return plan._replace(new_frames=frames, state_saves=saves)
 
     def _plan_decodes(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from sdk.api.errors import RequestError
 from sdk.api.scheduling_policy import POLICIES, PolicyName, SchedulingPolicy
+from sdk.engine.pages.frames import WindowGroup as WindowGroup
+from sdk.engine.pages.states import StateSlots as StateSlots
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 
@@ -15,24 +17,6 @@ from sdk.kernels.kv_tiers import KEPT_PAGES
 SHORT_STEP = 64
 #: On a GPU the weights take longer than this many tokens (H100, scheduler.py).
 SHORT_STEP_GPU = 512
-
-
-class WindowGroup(NamedTuple):
-    """The memory of the layers with one window: ``num_frames`` places of ``frame_bytes`` for one
-    page each, place 0 reserved. A token sees ``window`` tokens, itself included."""
-
-    window: int
-    frame_bytes: int
-    num_frames: int
-
-
-class StateSlots(NamedTuple):
-    """The memory of recurrent states: ``num_slots`` of ``slot_bytes``, all layers in one, slot 0
-    reserved. ``drafts``: the most drafts of a row; a sequence has one slot more than that."""
-
-    slot_bytes: int
-    num_slots: int
-    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

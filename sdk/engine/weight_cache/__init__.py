@@ -1,0 +1,1 @@
+"""The cache of packed weights: files of the user's cache folder that processes share."""
