@@ -224,6 +224,7 @@ class Layer:
         x, residual = self._input(rounding, delta, residual, self.before_attention)
         y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
         delta = self._output(self.attention(x, step, pages), self.after_attention)
+        assert not isinstance(self.mlp, MLPBesideExperts)
         delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
         return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
@@ -235,6 +236,7 @@ class Layer:
         x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
         if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
+        assert not isinstance(self.mlp, MLPBesideExperts)
         x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
         return x
 

@@ -25,8 +25,7 @@ from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
-from sdk.quant.stored import StoredWeight
-from sdk.quant.unread import UnreadWeight
+from sdk.quant.stored import by_row
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -173,9 +172,8 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times the model's scale, or its norm."""
         slots = None if self.adapters is None else self.ops.adapter_slots
-        group, part = self.mesh.group, None
-        if group is not None:
-            part = self.start, self.vocab_size
+        group = self.mesh.group
+        part = None if group is None else (self.start, self.vocab_size)
         x = self.weight.rows(ids, part)
         if group is not None:
             self.ops.all_reduce(x, group)  # one rank's row plus zeros: exact
@@ -237,8 +235,7 @@ class Source:
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Projection | ExpertProjection]] = []
-        own = architecture(config.model_type)
-        self._rules = own or Architecture(config.model_type)
+        self._rules = architecture(config.model_type) or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -268,8 +265,8 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        kv_heads = self.config.attention_of(layer).kv_heads
-        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
+        c = self.config
+        return self.mesh.heads(c.heads_of(layer), c.attention_of(layer).kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
@@ -281,9 +278,8 @@ class Source:
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
             tensor = tensor if tensor.dim() else tensor.reshape(1)
-            # ERNIE has the bias of a router as one row.
-            if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
-                tensor = tensor[0]
+            if tensor.dim() == 2 and len(tensor) == 1 == len(shape):
+                tensor = tensor[0]  # ERNIE has the bias of a router as one row
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
@@ -578,15 +574,12 @@ class Source:
         return found
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``; all ranks have them.
-        ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
-        of embeddings."""
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
+        ``width``: of one whose rows may stay in the file; default: features of embeddings."""
 
         def pull() -> Matrix:
-            shape = (first + rows, width or self.config.embedding_width)
-            weight = self._pull(path, shape)
-            if width and isinstance(weight, UnreadWeight) and weight.stored is not None:
-                return Matrix(StoredWeight(weight.stored, weight), None)
+            weight = self._pull(path, (first + rows, width or self.config.embedding_width))
+            weight = by_row(weight) if width else weight
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self._matrix(path, pull, ACCURATE).weight

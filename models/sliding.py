@@ -31,8 +31,9 @@ def all_but_every(period: int) -> SlidingRule:
 def chunked(fields: Fields) -> bool:
     """Whether windows begin at multiples of their size."""
     kinds = fields.values.get("layer_types")
-    read = fields.has("attention_chunk_size") and isinstance(kinds, (list, tuple))
-    return read and "chunked_attention" in kinds
+    if not fields.has("attention_chunk_size") or not isinstance(kinds, (list, tuple)):
+        return False
+    return "chunked_attention" in kinds
 
 
 def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int | None, ...]:

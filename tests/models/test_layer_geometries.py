@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sdk
+from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
+from sdk.models.auto import build_model
 from sdk.models.config import ModelConfig
+from sdk.models.decoder import Decoder
+from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
@@ -253,3 +258,27 @@ def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_tokens_up(
     tiny("gemma4_text", **ARCHITECTURES["gemma4_text-e"]).save_pretrained(tmp_path)
     with pytest.raises(sdk.RequestError, match="enable_prompt_embeds: expected False, found True"):
         sdk.LLM(tmp_path, skip_tokenizer_init=True, enable_prompt_embeds=True)
+
+
+def test_the_table_of_inputs_of_layers_stays_in_its_file(tmp_path: Path) -> None:
+    """Its bytes are not in the plan; a step has the same bits as with the table in memory."""
+    options = {**ARCHITECTURES["gemma4_text-e"], "hidden_size_per_layer_input": 128}
+    oracle = tiny("gemma4_text", **options)
+    oracle.save_pretrained(tmp_path / "folder")
+    file = save_gguf(tmp_path / "m.gguf", gemma4_file(oracle))
+    ids, table = prompt(41, 1), 96 * 6 * 128 * 4
+    for path in (tmp_path / "folder", file):
+        found = []
+        for backends in (None, ("reference",)):
+            ops = Ops(compute="exact", num_threads=1, backends=backends)
+            checkpoint = open_checkpoint(path)
+            model = build_model(checkpoint, Mesh(), ops, max_model_len=64)
+            assert isinstance(model, Decoder) and model.inputs is not None
+            assert model.inputs.table.nbytes == (0 if backends is None else table)
+            checkpoint.close()  # the rows are read through a descriptor of their own
+            found.append(model.inputs.table.rows(torch.tensor(ids)))
+            assert (Paged(model).run("a", ids) - expected_logits(oracle, ids)).abs().max() <= 1e-4
+            ops.close()
+        assert torch.equal(*found)
+        plan = sdk.LLM.plan(path, max_model_len=64, compute="exact")
+        assert plan.weights < sum(p.nbytes for p in oracle.state_dict().values()) - table // 2
