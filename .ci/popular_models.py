@@ -117,10 +117,7 @@ FAMILIES = (
         ("Qwen2.5",), part="text only",
     ),
     Family("Phi-3.5, Phi-4, Phi-4-mini", ("phi3",), ("phi3",)),
-    Family(
-        "GLM-4.7-Flash", ("deepseek2",), ("glm4_moe_lite",), "latent attention",
-        ("Qwen3-30B-A3B", "gpt-oss"),
-    ),
+    Family("GLM-4.7-Flash", ("deepseek2",), ("glm4_moe_lite",)),
     Family("Granite 3.x", ("granite",), ("granite",)),
     Family(
         "Granite 4.x", ("granitehybrid",), ("granitemoehybrid",), "state spaces (Mamba-2)",
@@ -130,10 +127,7 @@ FAMILIES = (
         "Nemotron Nano 2, Nemotron 3 Nano", ("nemotron_h", "nemotron_h_moe"), ("nemotron_h",),
         "state spaces (Mamba-2)", ("Qwen3-30B-A3B", "Qwen3"),
     ),
-    Family(
-        "DeepSeek V3, R1, Kimi K2", ("deepseek2",), ("deepseek_v3",), "latent attention",
-        ("DeepSeek-R1-Distill-Llama", "gpt-oss"),
-    ),
+    Family("DeepSeek V3, R1, Kimi K2", ("deepseek2",), ("deepseek_v3",)),
     Family(
         "GLM-4.5, 4.6, 4.7", ("glm4moe",), ("glm4_moe",), "router of its own",
         ("Qwen3-30B-A3B", "gpt-oss"),
@@ -166,10 +160,10 @@ FAMILIES = (
     ),
     Family("OLMo 2", ("olmo2",), ("olmo2",)),
     Family("Olmo 3", ("olmo2",), ("olmo3",)),
-    Family("Mistral Small 4", ("mistral4",), ("mistral4",), "latent attention", ("Mistral 7B",)),
+    Family("Mistral Small 4", ("mistral4",), ("mistral4",)),
     Family(
         "DeepSeek V3.2, GLM-5", ("deepseek32", "glm-dsa"), ("deepseek_v32", "glm_moe_dsa"),
-        "sparse attention", ("gpt-oss",),
+        "sparse attention", ("gpt-oss",), part="contexts of up to 2,048 tokens",
     ),
     Family(
         "DeepSeek V4", ("deepseek4",), ("deepseek_v4",), "compressed keys and values", ("gpt-oss",),

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.kernels.answer_pages import attend, find_places, rope
+from sdk.kernels.answer_pages import attend, find_places, latent_rope, rope
 from sdk.kernels.answer_place import PRODUCT, Case, Found, Place, empty_routes, routes_on
+from sdk.kernels.answer_states import STATE_CASES
 from sdk.kernels.backend import Problem
 from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.mlp_activations import NUMBERS
@@ -330,6 +331,7 @@ CASES: dict[str, Case] = {
     "rope_angles": _angles,
     "find_places": find_places,
     "rope_and_cache": rope,
+    "latent_rope_and_cache": latent_rope,
     "attention": attend,
     "route": _route,
     "group": _group,
@@ -337,4 +339,5 @@ CASES: dict[str, Case] = {
     "combine": _combine,
     "low_rank": _low_rank,
     "sample": _sample,
+    **STATE_CASES,
 }

@@ -20,7 +20,7 @@ from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.norm import Norm
 from sdk.kernels.reference.page_codes import page_floats
-from sdk.kernels.reference.rope import RopeAndCache
+from sdk.kernels.reference.rope import LatentRopeAndCache, RopeAndCache
 
 #: Keys of the longest context: several programs share it, and one adds up their parts.
 _LONG = 600
@@ -40,6 +40,8 @@ def _like(x: Tensor | None, count: int, device: torch.device) -> Tensor | None:
     """Zeros ``[count, ...]`` with the strides of x."""
     if x is None:
         return None
+    if not x.shape[-1]:  # the values of latent pages
+        return x.new_zeros(count, *x.shape[1:], device=device)
     shape, strides = (count, *x.shape[1:]), x.stride()
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     room = torch.zeros(size + 64, dtype=x.dtype, device=device)
@@ -68,12 +70,14 @@ def _to_device(pages: KVPages, place: Place) -> KVPages:
 
 
 def _floats_of(pages: KVPages) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[pages, kv_heads, page_size, head_dim]`` on the CPU."""
+    """Keys and values ``[pages, kv_heads, page_size, head_dim]`` on the CPU; of latent pages keys
+    twice."""
     names = ("k", "v", "k_scale", "v_scale")
     parts: dict[str, Any] = {
         n: None if (x := getattr(pages, n)) is None else x.cpu() for n in names
     }
-    return page_floats(replace(pages, **parts), torch.arange(_count(pages.page_size)))
+    every = torch.arange(_count(pages.page_size))
+    return page_floats(replace(pages, **parts), every, pages.head_dim)
 
 
 def _batch(
@@ -127,9 +131,13 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     keys, values = (host.floats(len(every), kv_heads, q.shape[2], seed=s) for s in (21, 22))
     still = torch.ones(len(every), 1), torch.zeros(len(every), 1)
     batch = _batch(host, size, [(1, 1)])
-    RopeAndCache().run(
-        keys.clone(), keys, values, *still, replace(batch, slots=every, positions=every), filled
-    )
+    batch = replace(batch, slots=every, positions=every)
+    width = problem.value_dim or q.shape[2]
+    if pages.latent:
+        latent, rest = keys[..., :width].contiguous(), keys[..., width:].contiguous()
+        LatentRopeAndCache().run(keys.clone(), rest, latent, rest, *still, batch, filled)
+    else:
+        RopeAndCache().run(keys.clone(), keys, values, *still, batch, filled)
     own = _to_device(filled, place)
     if hasattr(kernel, "for_any_length"):  # else its own part would not run on so few tokens
         kernel = kernel.for_any_length(own)
@@ -149,7 +157,7 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         step = _batch(place, size, requests, shared)
         tokens = step.num_tokens
         queries = _strided(place.rows(tokens, heads, q.shape[2], seed=24), q)
-        out = place.nan(tokens, heads * q.shape[2], dtype=place.given(q.dtype))
+        out = place.nan(tokens, heads * width, dtype=place.given(q.dtype))
         given = (scale, window, softcap, sinks, slopes)
         kernel.run(queries, own, step, *given, out, causal, None, chunked)
         found.append((f"{name} with {pages.dtype} pages", out, 2 * PRODUCT))
@@ -181,6 +189,30 @@ def rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Fo
         ("the rotated queries", rows[0], place.limit(place.rounded)),
         (f"keys in {pages.dtype} pages", keys, _of_pages(place, pages.k, pages.k_type.name)),
         (f"values in {pages.dtype} pages", values, _of_pages(place, pages.v, pages.v_type.name)),
+    ]
+
+
+def latent_rope(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    """The rotation of latent attention, a scale of queries, and the key that is written: like q,
+    latent, cos, pages, scale."""
+    q, latent, cos, pages, scale = like
+    size, own = pages.page_size, _pages_like(pages, place)
+    batch = _batch(place, size, [(size + 5, 5), (1, 1), (2 * size, 1)])
+    tokens, heads, rest = batch.num_tokens, q.shape[1], q.shape[2] - latent.shape[2]
+    queries = place.rows(tokens, *q.shape[1:], seed=30)
+    turned = place.rows(tokens, heads, rest, seed=31)
+    key = place.rows(tokens, *latent.shape[1:], seed=32), place.rows(tokens, 1, rest, seed=33)
+    angles = place.floats(tokens, cos.shape[1], seed=34)
+    if scale is not None:  # a length that some tokens exceed
+        scale = QueryScale(0.5, min(scale.length, 16))
+    kernel.run(queries, turned, *key, angles.cos(), angles.sin(), batch, own, scale)
+    return [
+        ("the completed queries", queries, place.limit(place.rounded)),
+        (
+            f"keys in {pages.dtype} latent pages",
+            _floats_of(own)[0],
+            _of_pages(place, pages.k, pages.k_type.name),
+        ),
     ]
 
 

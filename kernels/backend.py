@@ -38,6 +38,8 @@ class Problem:
     inputs: str = ""
     dtype: str = "float32"
     head_dim: int = 0
+    #: Of values, where it is not that of keys (``head_dim``).
+    value_dim: int = 0
     kv_dtype: str = ""
 
 

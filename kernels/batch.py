@@ -53,7 +53,8 @@ class AttentionBatch:
     - ``splits``: of ``work``, see :class:`WorkShape`.
     - ``token_types``: int64 ``[T]`` for models that tell two texts apart: 0, and 1 in the second.
     - ``windows``: for each window group of the cache the same step with that group's ``page_table``
-      and ``slots``. Entries of pages that have left the window are arbitrary.
+      and ``slots``. Entries of pages that have left the window are arbitrary ids of pages.
+    - ``group``: which of the window groups this is the step of, if it is one of ``windows``.
     - ``states``: for models with recurrent states.
     """
 
@@ -72,6 +73,7 @@ class AttentionBatch:
     token_types: Tensor | None = None
     windows: tuple[AttentionBatch, ...] = ()
     states: StateBatch | None = None
+    group: int | None = None
 
     def of_group(self, group: int | None) -> AttentionBatch:
         """The step as the layers of a window group see it. ``None``: of layers that keep all

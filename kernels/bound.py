@@ -146,3 +146,34 @@ class BoundExperts:
                 self.packed, x.contiguous(), routes, by_token, out, *given
             )
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class BoundHeads:
+    """The packed weights of a layer's heads, of one shape, each of which multiplies its own part of
+    a row. ``packed``: of all of them; ``None``: their kernel multiplies one at a time, which is for
+    cards only."""
+
+    heads: tuple[BoundLinear, ...]
+    packed: Any
+    context: Context
+
+    def matmul(self, x: Tensor, out: Tensor) -> Tensor:
+        """``out[t, h] = x[t, h] @ w[h].T`` of x ``[T, H, K]`` into out ``[T, H, N]``, both of which
+        may be parts of wider heads; returns out."""
+        first, short = self.heads[0], self.context.activations
+        tokens, count = x.shape[0], len(self.heads)
+        expect_floats("heads x", x, short, tokens, count, first.shape[1])
+        expect_floats("heads out", out, short, tokens, count, first.shape[0])
+        if x.stride(2) != 1 or out.stride(2) != 1:
+            raise KernelError(
+                f"heads: expected contiguous heads, found strides {x.stride()}, {out.stride()}"
+            )
+        if not tokens:
+            return out
+        if self.packed is not None:
+            first.choice.implementation.matmul_heads(self.packed, x, out)
+            return out
+        for index, head in enumerate(self.heads):
+            head.matmul(x[:, index], out[:, index])
+        return out

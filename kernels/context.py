@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
@@ -15,6 +16,8 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 
+#: Beyond any machine; a mistyped number must not use up the system's threads.
+MAX_THREADS = 1024
 ACTIVATION_TYPES = ("float32", "bfloat16", "float16")
 Compute = Literal["auto", "exact"]
 Entering = Callable[[], AbstractContextManager[object]]
@@ -41,7 +44,7 @@ class Context:
         self,
         device: str,
         compute: Compute,
-        num_threads: int,
+        num_threads: int | None,
         only: Sequence[str] | None,
         deterministic: bool,
         activations: str,
@@ -51,6 +54,10 @@ class Context:
             raise KernelError(
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
             )
+        if num_threads is None:
+            num_threads = len(os.sched_getaffinity(0))
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.device = torch.device(device)
         #: The GPU of the engine; ``None`` on a CPU.
         self.card = card = Card(self.device) if self.device.type == "cuda" else None

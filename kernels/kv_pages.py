@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KVType
 from sdk.kernels.lazy_torch import Tensor
@@ -9,12 +11,16 @@ from sdk.kernels.lazy_torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
+    """One layer's keys and values: ``k`` ``[num_pages, kv_heads, page_size, head_dim]``, ``v`` the
+    same with ``value_dim`` in place of ``head_dim``.
 
     In memory a page's keys of one head are transposed, ``[head_dim][page_size]``, so that
-    neighbouring keys are the lanes of a vector; its values are ``[page_size][head_dim]``. Keys and
+    neighbouring keys are the lanes of a vector; its values are ``[page_size][value_dim]``. Keys and
     values each have a type, ``k_type`` and ``v_type`` (``kv_types.py``), whose elements the tensors
     hold: the last dimension is ``head_dim / packing``.
+
+    *Latent* pages have no values: a value is the first numbers of its key, as many as the model
+    says (multi-head latent attention). ``v`` has a last dimension of 0 then, and no scales.
 
     Codes have scales, ``k_scale`` and ``v_scale`` ``[num_pages, kv_heads * groups, page_size]``:
     head by head, the groups of a head next to each other. The number of groups says how many
@@ -58,11 +64,23 @@ class KVPages:
         return self.v.shape[3] * self.v_type.packing
 
     @property
+    def latent(self) -> bool:
+        """Whether values are parts of keys."""
+        return self.v.shape[3] == 0
+
+    @property
     def dtype(self) -> str:
         """The types' names: ``int8``, ``int8/int4`` where they differ, ``float16>int8``."""
         k, v = self.k_type.name, self.v_type.name
         own = k if k == v else f"{k}/{v}"
         return own if self.next_tier is None else f"{own}>{self.next_tier.dtype}"
+
+    def problem(self, latent: int = 0) -> dict[str, Any]:
+        """The fields of a :class:`~sdk.kernels.backend.Problem`; ``latent``: the width of the
+        values of latent pages. ``value_dim`` is 0 where keys are as wide."""
+        values = latent or self.value_dim
+        width = 0 if values == self.head_dim else values
+        return {"head_dim": self.head_dim, "value_dim": width, "kv_dtype": self.dtype}
 
     @property
     def tiers(self) -> tuple[KVPages, ...]:

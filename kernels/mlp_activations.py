@@ -12,5 +12,5 @@ ALWAYS_GATED = ("clamped_swiglu",)
 #: How many numbers an activation takes, which a layer has as tensors; the others take none.
 NUMBERS = {"xielu": 4}
 #: What a gate is a function of: see :meth:`sdk.kernels.ops.Ops.gate`.
-GateKind = Literal["sigmoid", "softplus", "linear"]
-GATES: tuple[GateKind, ...] = ("sigmoid", "softplus", "linear")
+GateKind = Literal["sigmoid", "softplus", "silu", "linear"]
+GATES: tuple[GateKind, ...] = ("sigmoid", "softplus", "silu", "linear")

@@ -14,7 +14,6 @@ given, unless its documentation says otherwise.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, product
@@ -32,6 +31,7 @@ from sdk.kernels.groups import Group, Link
 from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.latent import LatentOps
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.low_rank import AdapterTable, Shape
@@ -43,21 +43,21 @@ from sdk.kernels.registry import linear_problem
 from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
+from sdk.kernels.state_ops import StateOps
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_ATTENTION_WORDS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "chunked")
+_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked")
 _ATTENTION = {
-    has: " ".join(word for word, one in zip(_ATTENTION_WORDS, has, strict=True) if one)
-    for has in product((False, True), repeat=len(_ATTENTION_WORDS))
+    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_HAS))
 }
-#: Beyond any machine; a mistyped number must not use up the system's threads.
-MAX_THREADS = 1024
 
 
 class Ops:
-    """The operators that every model uses, and three groups of others.
+    """The operators that every model uses, and four groups of others.
 
-    ``moe`` (:class:`sdk.kernels.moe.MoEOps`) routes tokens to experts, ``sampling``
+    ``moe`` (:class:`sdk.kernels.moe.MoEOps`) routes tokens to experts, ``states``
+    (:class:`sdk.kernels.state_ops.StateOps`) runs recurrent layers, ``sampling``
     (:class:`sdk.kernels.sampling_ops.SamplingOps`) selects tokens, ``recording``
     (:class:`sdk.kernels.graph.Recording`) records forward passes. ``layers``
     (:class:`sdk.kernels.offload.LayerWeights`) brings offloaded weights to the device. All share
@@ -81,10 +81,6 @@ class Ops:
         activations: torch.dtype | str = "float32",
         offload: Offload | None = None,
     ) -> None:
-        if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0))
-        if not 1 <= num_threads <= MAX_THREADS:
-            raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.context = Context(
             device, compute, num_threads, backends, deterministic, type_name(activations), offload
         )
@@ -97,6 +93,8 @@ class Ops:
         self.card = self.context.card
         self.layers = self.context.layers
         self.moe = MoEOps(self.context)
+        self.states = StateOps(self.context)
+        self.latent = LatentOps(self.context)
         self.sampling = SamplingOps(self.context)
         self.recording = Recording(self.context)
         self._kernel = self.context.kernel
@@ -300,7 +298,8 @@ class Ops:
         """``x [T, N]`` times the function of ``gate [T, G]``, each of a run of N / G neighbours;
         returns x, which is overwritten. Rows of the gate may be strided.
 
-        ``sigmoid``, ``softplus``: ``log(1 + e^gate)``, or ``linear``: the gate itself.
+        ``sigmoid``, ``softplus``: ``log(1 + e^gate)``, ``silu``: ``gate * sigmoid(gate)``, or
+        ``linear``: the gate itself.
         """
         expect_floats("gate x", x, self.activations, None, None)
         expect_floats("gate", gate, self.activations, x.shape[0], None)
@@ -457,10 +456,11 @@ class Ops:
 
     def find_places(self, batch: AttentionBatch) -> None:
         """Fill ``batch.positions`` and ``batch.slots``, and ``batch.work`` if there is one, from
-        its other tensors."""
-        batch.check()
-        if batch.num_tokens:
-            self._kernel("find_places", (batch.page_size,)).run(batch)
+        its other tensors; also those of ``batch.windows``."""
+        for one in (batch, *batch.windows):
+            one.check()
+            if one.num_tokens:
+                self._kernel("find_places", (one.page_size,)).run(one)
 
     def rope_and_cache(
         self,
@@ -476,9 +476,9 @@ class Ops:
     ) -> Tensor:
         """Rotate q and k, and write k and v into their page slots; returns q, rotated.
 
-        q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
-        views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
-        each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        q ``[T, heads, head_dim]``, k ``[T, kv_heads, head_dim]``, v the same with ``value_dim``;
+        rows may be strided views of one fused projection; cos and sin ``[T, rotary_dim / 2]``
+        (halves rotate against each other; dimensions beyond ``rotary_dim`` pass through).
         Without key/value heads queries alone turn: of a layer that reads the pages of another one.
         ``norms``: of heads, before or after the rotation. ``scale``: of queries by their positions.
         q may be overwritten.
@@ -493,7 +493,7 @@ class Ops:
         if norms is not None and not norms.plain:
             q, k, v, norms = self._normalized(q, k, v, norms)
         like = (q, k, v, cos, pages, norms, scale)
-        kernel = self._kernel("rope_and_cache", like, head_dim=k.shape[2], kv_dtype=pages.dtype)
+        kernel = self._kernel("rope_and_cache", like, **pages.problem())
         kernel.run(q, k, v, cos, sin, batch, pages, norms, scale)
         return q
 
@@ -523,13 +523,15 @@ class Ops:
         slopes: Tensor | None = None,
         causal: bool = True,
         biases: Tensor | None = None,
+        latent: int = 0,
         chunked: bool = False,
     ) -> Tensor:
-        """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * head_dim]``.
+        """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * value_dim]``.
+        ``latent``: the ``value_dim`` of latent pages, whose values are parts of keys.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
-        if attention is not ``causal``, as many after it too, of those in the pages. If windows are
-        ``chunked`` it sees the tokens from the last multiple of the window on (Llama 4).
+        if attention is not ``causal``, as many after it too, of those in the pages; of ``chunked``
+        windows the tokens from the last multiple of their size on (Llama 4).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
@@ -538,31 +540,32 @@ class Ops:
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
-        if sinks is not None:
-            expect("attention sinks", sinks, torch.float32, q.shape[1])
-        if slopes is not None:
-            expect("attention slopes", slopes, torch.float32, q.shape[1])
+        for name, x in (("sinks", sinks), ("slopes", slopes)):
+            if x is not None:
+                expect(f"attention {name}", x, torch.float32, q.shape[1])
         if biases is not None:
             expect_biases(biases, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
-        if heads % kv_heads or pages.head_dim != head_dim:
+        if heads % kv_heads or pages.head_dim != head_dim or (latent > 0) != pages.latent:
             raise KernelError(
-                f"attention: {heads} query heads of {head_dim} do not fit "
-                f"pages {list(pages.k.shape)}"
+                f"attention: {heads} query heads of {head_dim} with {latent} latent values do not "
+                f"fit pages {list(pages.k.shape)} with values {list(pages.v.shape)}"
             )
         if pages.k_centre is not None and (softcap or sinks is not None):
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
-        out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
+        out = self.empty(tokens, heads * (latent or pages.value_dim), dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
-            has = (*(one is not None for one in given), not causal, biases is not None, chunked)
-            facts = {"head_dim": head_dim, "kv_dtype": pages.dtype, "format": _ATTENTION[has]}
-            kernel = self._kernel("attention", like, **facts)
+            others = (not causal, biases is not None, pages.latent, chunked)
+            has = *(x is not None for x in given), *others
+            fields = {**pages.problem(latent), "format": _ATTENTION[has]}
+            kernel = self._kernel("attention", like, **fields)
+            group, rest = batch.group, (causal, biases, chunked)
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-                kernel.run(q, pages, batch, scale, *given, out, causal, biases, chunked)
+                kernel.run(q, pages, batch.of_group(group), scale, *given, out, *rest)
 
             if self.recording.cut is not None:
                 return self.recording.cut(q, out, attend)
@@ -577,7 +580,7 @@ class Ops:
         the same for any number of threads.
         """
         tiers = layers[0].tiers
-        kernel = self._kernel("recode_page", head_dim=layers[0].head_dim, kv_dtype=layers[0].dtype)
+        kernel = self._kernel("recode_page", **layers[0].problem())
         run = kernel.bind(layers)
 
         def recode(source: int, target: int) -> None:

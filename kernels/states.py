@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sdk.kernels.checks import expect
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +43,16 @@ class StateBatch:
     save_start: Tensor
     save_token: Tensor
     save_slot: Tensor
+
+    def check(self, requests: int) -> None:
+        """Check types and shapes. Operators check the contents when they use them.
+
+        :raises KernelError: a tensor is not as described above.
+        """
+        expect("states initial", self.initial, torch.int32, requests)
+        expect("states save_start", self.save_start, torch.int32, requests + 1)
+        expect("states save_token", self.save_token, torch.int32, None)
+        expect("states save_slot", self.save_slot, torch.int32, self.save_token.shape[0])
+        for x in (self.initial, self.save_start, self.save_token, self.save_slot):
+            if not x.is_contiguous():
+                raise KernelError(f"states: expected contiguous rows, found strides {x.stride()}")

@@ -6,6 +6,8 @@ llama.cpp's converter changes some tensors; pulling one undoes it:
   pairs are adjacent, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so packed rows are
   moved.
 - `norms_minus_one` architectures: the file holds the whole weights of norms, plus 1.
+- Recurrent mixers: convolutions lack the dimension of size 1, vectors of heads have one, and norms
+  over groups have one for the groups.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.reference.linear import gather_rows
 from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
 from sdk.loaders.gguf_config import (
     build_config,
@@ -36,10 +39,12 @@ from sdk.loaders.gguf_names import (
     expert_of,
     gguf_name,
     half_of_experts,
+    is_stacked,
     single_expert,
 )
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.model_shapes import expected_shape, num_experts
+from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.online import LAYER_TABLES
@@ -100,7 +105,9 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
+        rows = delta_rows(self.config, name)
         whole = expert is not None or factor is not None or self._interleaved(name)
+        whole = whole or rows is not None
         by_row = name.endswith(LAYER_TABLES)
         if not whole and (_is_large(stored) or (by_row and _keeps_rows(stored))):
             self._report(stored)
@@ -110,7 +117,7 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        return weight_of(layout)
+        return weight_of(layout if rows is None else gather_rows(layout, rows))
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:
@@ -123,6 +130,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
+        if (like := mixer_shape(name, shape)) is not None:
+            values = values.reshape(like)
         if name.endswith("norm.weight"):
             values = values - self.architecture.tensors.norm_offset(name.removesuffix(".weight"))
         self._report(stored)
@@ -130,6 +139,10 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         return self._stored(name)[1] is not None
+
+    def alike(self, one: str, other: str) -> bool:
+        first, second = self._stored(one)[1], self._stored(other)[1]
+        return first is not None and second is not None and self._opened().alike(first, second)
 
     def entries(self) -> Sequence[TensorEntry]:
         entries, tensors = self._opened().entries(), self._opened().tensors
@@ -168,7 +181,9 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            if expert >= (num_experts(self.config) or 0):
+            heads = ".self_attn." in name
+            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)
             theirs = single if single in tensors else theirs
@@ -205,8 +220,9 @@ class GgufCheckpoint:
         return float(values)
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
-        return expert_of(name)[1] if "_exps." in stored.name else None
+        """The index of ``name`` in a tensor of all experts or heads; None if the tensor is not of
+        all."""
+        return expert_of(name)[1] if is_stacked(stored.name) else None
 
     def _find(self, name: str) -> GgufTensor:
         theirs, stored = self._stored(name)

@@ -80,7 +80,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": keys.integer(
             "context_length", LIMITS["max_position_embeddings"]
         ),
-        **_norm_eps(keys, own),
+        **_norm_eps(keys, own, rules),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -138,9 +138,11 @@ def unread_keys(file: GgufFile, own: Architecture, rules: GgufRules) -> list[str
     return check_keys(file.metadata, rules, experts, str(file.path))
 
 
-def _norm_eps(keys: Keys, own: Architecture) -> dict[str, float]:
+def _norm_eps(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, float]:
     """The eps of norms, under the config's key; none where the model's code fixes it."""
-    key = eps_key(own)
+    key, other = eps_key(own), "attention.layer_norm_epsilon"
+    if keys.get(key) is None and other in rules.keys:
+        key = other
     found, name = keys.number(key), own.config.norm_eps
     if found is None:
         raise keys.fail(key, "missing", "a number")
@@ -190,6 +192,8 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     if own.config.expert_width is None:
         return {}
     count = keys.expert_count
+    if not count and own.config.experts_optional:
+        return {key_of("count", own.config.keys) or "num_local_experts": 0}
     if not count and own.config.has_experts is not None:
         return {}
     if not count:
@@ -243,16 +247,17 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
     name, key = "num_attention_heads", "attention.head_count"
     each: dict[str, Any] = {}
+    mixes = bool(own.config.kinds)  # layers may lack attention, or an MLP
     if f"{name}_per_layer" in own.config.keys:
         each[f"{name}_per_layer"] = found = keys.each_layer(key, name, layers)
         heads = max(found)
     else:
-        heads = keys.per_layer(key, name, layers)
+        heads = keys.per_layer(key, name, layers, 1 if mixes else None, some=mixes)
     if keys.get("attention.key_length") is None and hidden % heads:
         raise keys.fail("attention.head_count", heads, f"a divisor of {hidden}")
     width = keys.integer("attention.key_length", LIMITS["head_dim"], hidden // heads)
     values = keys.integer("attention.value_length", LIMITS["head_dim"], width)
-    if values != width:
+    if values != width and own.config.latent is None:
         raise UnsupportedError(
             f"{keys.source}: attention.value_length is {values}, expected attention.key_length "
             f"{width}: different lengths are not supported"
@@ -261,33 +266,42 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         **each,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        **_widths(keys, own, layers),
+        **_widths(keys, own, layers, 4 * hidden if mixes else None),
         "num_attention_heads": heads,
-        **_kv_heads(keys, own, layers, heads),
+        **_kv_heads(keys, own, layers, heads, some=mixes),
         "head_dim": width,
     }
 
 
-def _kv_heads(keys: Keys, own: Architecture, layers: int, heads: int) -> dict[str, Any]:
+def _kv_heads(
+    keys: Keys, own: Architecture, layers: int, heads: int, *, some: bool
+) -> dict[str, Any]:
     name, key = "num_key_value_heads", "attention.head_count_kv"
     if own.config.caches is None:
-        return {name: keys.per_layer(key, name, layers, heads)}
+        return {name: keys.per_layer(key, name, layers, heads, some=some)}
     each = keys.each_layer(key, name, layers)
     return {name: max(each), f"{name}_per_layer": each}
 
 
-def _widths(keys: Keys, own: Architecture, layers: int) -> dict[str, Any]:
+def _widths(keys: Keys, own: Architecture, layers: int, none: int | None) -> dict[str, Any]:
     name = "intermediate_size"
     if own.config.widths is None:
-        return {name: _width(keys, layers)}
+        return {name: _width(keys, layers, none)}
     each = keys.each_layer("feed_forward_length", name, layers)
     return {name: max(each), f"{name}_per_layer": each}
 
 
-def _width(keys: Keys, layers: int) -> int:
-    """The width of the MLP; files whose layers all have experts may leave it out."""
+def _width(keys: Keys, layers: int, none: int | None) -> int:
+    """The width of the MLP; files whose layers all have experts may leave it out. ``none``: that of
+    a model whose layers may have none."""
     experts = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
-    return keys.per_layer("feed_forward_length", "intermediate_size", layers, experts or None)
+    return keys.per_layer(
+        "feed_forward_length",
+        "intermediate_size",
+        layers,
+        experts or none,
+        some=none is not None,
+    )
 
 
 # -- vocabulary ------------------------------------------------------------------------------------

@@ -84,13 +84,28 @@ class Keys:
             raise self.fail(key, value, "a name")
         return value
 
-    def per_layer(self, key: str, limit: str, layers: int, default: int | None = None) -> int:
-        """An integer, which a file may also store once per layer; all of them must be equal."""
+    def per_layer(
+        self,
+        key: str,
+        limit: str,
+        layers: int,
+        default: int | None = None,
+        *,
+        some: bool = False,
+    ) -> int:
+        """An integer, which a file may also store once per layer; all of them must be equal.
+        ``some``: layers may lack it, and have 0; ``default`` if all do."""
         value = self.get(key)
+        if some and default is not None and isinstance(value, int) and value == 0:
+            return default
         if not isinstance(value, np.ndarray):
             return self.integer(key, LIMITS[limit], default)
         if value.shape != (layers,) or value.dtype.kind not in "iu":
             raise self.fail(key, f"an array of {len(value)}", f"{layers} integers")
+        if some:
+            value = value[value != 0]
+            if default is not None and not len(value):
+                return default
         if np.unique(value).size != 1:
             raise UnsupportedError(
                 f"{self.source}: {self.architecture}.{key} differs from layer to layer, "
@@ -101,6 +116,24 @@ class Keys:
         if not low <= single <= high:
             raise self.fail(key, single, f"integers from {low} to {high}")
         return single
+
+    def present(self, key: str, layers: int) -> list[bool]:
+        """Whether each layer has any of what a file counts for each layer, or once for all."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key, (0, 1 << 31)) > 0] * layers
+        if len(value.shape) != 1 or len(value) < layers or value.dtype.kind not in "iu":
+            raise self.fail(key, f"an array of {len(value)}", f"{layers} integers")
+        return [int(one) > 0 for one in value[:layers]]
+
+    def flags(self, key: str, layers: int) -> list[bool] | None:
+        """A truth value for each layer; ``None``: the file has none."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray | list) or len(value) < layers:
+            raise self.fail(key, value, f"{layers} values")
+        return [bool(one) for one in value[:layers]]
 
     def each_layer(self, key: str, limit: str, layers: int) -> list[int]:
         """An integer for each layer, which a file may store once."""

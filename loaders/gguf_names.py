@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from sdk.loaders.next_token_names import GGUF_PARTS
 from sdk.models.architecture import GgufRules
 
 _TOP = {
@@ -32,6 +33,14 @@ _LAYER = {
     "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -48,16 +57,27 @@ _LAYER = {
     "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    **GGUF_PARTS,
 }
 _WHOLE = (".bias", ".scale")
 #: A matrix with one row, which files have as a vector.
 ONE_ROW = ".shared_expert_gate"
+#: Parameters whose names here and in files have no ending.
+_WITHOUT_ENDING = ("_bias", ".A", ".D")
 LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts|.+\.self_attn)\.(\d{1,4})\.(.+)")
+#: Tensors with a matrix for each expert, or for each head of latent attention.
+_STACKED = re.compile(r"_exps\.|\.attn_[kv]_b\.")
+
+
+def is_stacked(theirs: str) -> bool:
+    """Whether a tensor has a matrix for each expert or head."""
+    return _STACKED.search(theirs) is not None
 
 
 def expert_of(name: str) -> tuple[str, int | None]:
-    """The name of the tensor with all experts of a layer, and the number of the expert ``name``."""
+    """The name of the tensor with all experts, or heads, of a layer, and which of them ``name``
+    is."""
     match = _EXPERT.fullmatch(name)
     return (name, None) if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
 
@@ -92,12 +112,16 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
         if name.endswith(ending):
             stem, suffix = name.removesuffix(ending), ending
     if stem in _TOP:
-        return _TOP[stem] + suffix
+        return rules.tensors.get(stem, _TOP[stem]) + suffix
+    whole = LAYER_OF.fullmatch(name)
+    if whole is not None and stem != name and whole[2] in rules.tensors:
+        return f"blk.{int(whole[1])}.{rules.tensors[whole[2]]}"
     match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
     part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     if part is None:
         return None
-    # some have their whole names there: a router's bias of the choice, factors
-    return f"blk.{int(match[1])}.{part}{'' if part.endswith(_WHOLE) else suffix}"
+    # some have their whole names there: biases of a router's choice and of time steps, factors
+    ending = "" if part.endswith(_WHOLE) or stem.endswith(_WITHOUT_ENDING) else suffix
+    return f"blk.{int(match[1])}.{part}{ending}"

@@ -24,6 +24,7 @@ from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantizati
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, experts_transposed, num_experts
+from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.qkv_rows import stored_rows
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
@@ -31,6 +32,7 @@ from sdk.loaders.safetensors_reader import (
     FLOAT_TYPES,
     SafetensorsFiles,
     StoredTensor,
+    alike,
     same_bytes,
     unread,
 )
@@ -99,9 +101,9 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
-        self._tensors = self._named(files)
+        self._tensors, ahead = self._with_next_token(self._named(files))
         #: Our name of each tensor whose name is another one in the files.
-        self._stored_names: Mapping[str, str] = {}
+        self._stored_names: Mapping[str, str] = ahead
         if self._rules.names:
             self._stored_names = {stored.name: name for name, stored in self._tensors.items()}
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
@@ -196,6 +198,10 @@ class HfFolder:
                 return stored.name.removesuffix(ending)
         return name
 
+    def alike(self, one: str, other: str) -> bool:
+        first, second = (self._tensors.get(f"{name}.weight") for name in (one, other))
+        return first is not None and second is not None and alike(first, second)
+
     def entries(self) -> Sequence[TensorEntry]:
         entries = {
             stored.name: TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
@@ -259,8 +265,19 @@ class HfFolder:
             if self._rules.experts_by_rows:
                 by_expert(files, ours, num_experts(self.config) or 1)
             tensors = files.tensors.items()
-            return {ours(_without_prefix(name)): stored for name, stored in tensors}
+            return {spelled_as_ours(ours(_without_prefix(name))): x for name, x in tensors}
         return _canonical_names(files, self._by_mistral)
+
+    def _with_next_token(
+        self, tensors: dict[str, StoredTensor]
+    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The tensors with our names for those of multi-token prediction, and these names by the
+        file's."""
+        layers = self.config.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            return tensors, {}
+        named = {next_token_name(name, layers): own for name, own in tensors.items()}
+        return named, {own.name: name for name, own in named.items() if name not in tensors}
 
     def _lacks_a_head(self) -> bool:
         """Whether it holds the body of a model alone (``Qwen3Model``), whose head is not tied: an

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from sdk.models.architecture import Architecture, LayerRules, architecture
 from sdk.models.config_fields import Fields, without_null
-from sdk.models.expert_config import NAMES, shared_width
+from sdk.models.expert_config import LATENT, NAMES, shared_width
 from sdk.models.sliding import sliding_windows
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
+#: Names of recurrent mixers in a layer.
+_MIXERS = ("conv", "linear_attn", "mamba")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -63,9 +65,9 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     """
     known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
-        if known is not None and key in known.config.ignored:
-            continue  # 0 experts in files of dense Granite 4
         value = config.get(key)
+        if value == 0 and known is not None and known.config.experts_optional:
+            continue  # dense Granite 4, whose number of experts is 0
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
             if item is not None and (type(item) is not int or not low <= item <= high):
@@ -112,7 +114,7 @@ def experts_transposed(config: Mapping[str, Any], name: str, stored: tuple[int, 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts,
     ``[E, out, in]``."""
-    hidden = config["hidden_size"]
+    hidden = config.get(LATENT) or config["hidden_size"]
     known = architecture(config.get("model_type"))
     key = known and known.config.expert_width
     inner = config.get(key or "moe_intermediate_size") or config["intermediate_size"]
@@ -146,6 +148,10 @@ def expected_shape(
     known = architecture(config.get("model_type"))
     if known is None:
         return None
+    if any(f".{mixer}." in name for mixer in _MIXERS):
+        return None  # the mixer knows
+    if known.config.latent is not None and ".self_attn." in name:
+        return None  # latent attention knows
     hidden, heads = config.get("hidden_size"), _heads_of(config, name)
     widths = (known.config.dense_width, "intermediate_size", known.config.expert_width)
     inner = next((config[key] for key in widths if key and config.get(key)), None)
@@ -184,7 +190,8 @@ def expected_shape(
     if gate is not None and path.endswith("self_attn") and stem == gate.projection:
         if known.config.gate_per_head is not None:
             return None  # attention knows
-        shape = (heads if gate.per_head else sizes.queries, hidden)
+        rows = sizes.queries * 2 if gate.with_queries else sizes.queries
+        shape = (heads if gate.per_head else rows, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
     if stem.startswith("embed_") and shape is not None:
@@ -194,6 +201,16 @@ def expected_shape(
         # With "after padding" the config counts the rows before position 0 too.
         shape = (positions + (first if isinstance(first, int) else 0), narrow)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
+
+
+def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape in a folder of a vector or a convolution of a recurrent mixer that a GGUF file has
+    as ``stored``; ``None`` for other tensors."""
+    if not any(f".{mixer}." in name for mixer in _MIXERS):
+        return None
+    if name.endswith((".conv.weight", ".conv1d.weight")) and len(stored) == 2:
+        return stored[0], 1, stored[1]
+    return (math.prod(stored),)
 
 
 def _layer_sizes(

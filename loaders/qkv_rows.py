@@ -1,11 +1,15 @@
 """The order of the rows of joined projections.
 
-Of one to gate and up, ours is all of gate, then all of up; some models store up first
-(``TensorRules.up_before_gate``). Of one to queries, keys and values, ours is all queries, all keys,
-all values. Some models store the rows of one key/value head after the other
-(``TensorRules.qkv_by_group``): its query heads, its key, its value. With one key/value head that is
-the same; with as many as query heads, a query, a key and a value take turns. Rows of a packed
-weight are moved as they are.
+The library's order for gate and up is all rows of gate, then all of up. Some models store up first
+(``TensorRules.up_before_gate``). Its order for queries, keys and values is all queries, all keys,
+all values. Some models store one key/value head after the other (``TensorRules.qkv_by_group``):
+its query heads, its key, its value. With one key/value head both orders are the same. With as many
+key/value heads as query heads, a query, a key and a value take turns. Rows of a packed weight are
+moved as they are.
+
+The joined projections of delta nets are stored by head of keys in some folders
+(``TensorRules.deltas_by_key_head``): queries, keys, values and gates of one, or strengths and
+decays of one.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     if own is not None and own.tensors.up_before_gate and stem.endswith(".gate_up_proj"):
         width = int(config["intermediate_size"])
         return torch.cat([torch.arange(width, 2 * width), torch.arange(width)])
+    if (found := delta_rows(config, stem)) is not None:
+        return found
     if own is None or not own.tensors.qkv_by_group or not stem.endswith(".qkv_proj"):
         return None
     heads, width = int(config["num_attention_heads"]), head_dim(config)
@@ -35,6 +41,25 @@ def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     rows = torch.arange((heads + 2 * kv_heads) * width).view(kv_heads, -1, width)
     q, k, v = rows[:, :-2], rows[:, -2], rows[:, -1]
     return torch.cat([part.reshape(-1) for part in (q, k, v)])
+
+
+def delta_rows(config: Mapping[str, Any], stem: str) -> Tensor | None:
+    """The rows of a delta net's ``in_proj_qkvz`` or ``in_proj_ba``, which llama.cpp's converter
+    leaves as they are; ``None`` for others."""
+    own = architecture(config.get("model_type"))
+    if own is None or not own.tensors.deltas_by_key_head or ".linear_attn." not in stem:
+        return None
+    heads, values = (int(config[f"linear_num_{side}_heads"]) for side in ("key", "value"))
+    wide_k, wide_v = (int(config[f"linear_{side}_head_dim"]) for side in ("key", "value"))
+    each = values // heads
+    sizes = {
+        "in_proj_qkvz": (wide_k, wide_k, each * wide_v, each * wide_v),
+        "in_proj_ba": (each, each),
+    }.get(stem.rpartition(".")[2])
+    if sizes is None:
+        return None
+    rows = torch.arange(heads * sum(sizes)).view(heads, sum(sizes))
+    return torch.cat([part.reshape(-1) for part in rows.split_with_sizes([*sizes], dim=1)])
 
 
 def our_rows(config: Mapping[str, Any], name: str) -> Tensor | None:

@@ -33,6 +33,8 @@ MAX_INDEX = 64 << 20
 MAX_RANK = 16
 #: Bytes that are compared at a time.
 _PIECE = 1 << 20
+#: How many pieces of two tensors are compared, and the bytes of one.
+_SAMPLES, _SAMPLE = 64, 1 << 16
 
 #: Plain floats, and torch's names of them.
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -154,6 +156,20 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return False
     for start in range(0, one.nbytes, _PIECE):
         size = min(_PIECE, one.nbytes - start)
+        parts = [each.file.read(each.start + start, size).tobytes() for each in (one, other)]
+        if parts[0] != parts[1]:
+            return False
+    return True
+
+
+def alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same values as far as 64 pieces show, spread over them: 4 MiB
+    instead of gigabytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = max(one.nbytes // _SAMPLES, _SAMPLE)
+    for start in range(0, one.nbytes, step):
+        size = min(_SAMPLE, one.nbytes - start)
         parts = [each.file.read(each.start + start, size).tobytes() for each in (one, other)]
         if parts[0] != parts[1]:
             return False

@@ -76,7 +76,7 @@ class ModelAdapters:
         for path, linear in model.linears():
             if isinstance(linear, ExpertProjection):
                 self._experts.append(path.rpartition(".")[0])
-            elif linear.parts:
+            elif isinstance(linear, Projection) and linear.parts:
                 self._add(linear, linear.weight.shape, linear.parts)
         if isinstance(model, Decoder) and model.embedding is not None:
             embedding, config = model.embedding, model.config

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sdk.kernels.head_norms import QueryScale
     from sdk.kernels.mlp_activations import Activation, GateKind
     from sdk.models.config_fields import Fields
+    from sdk.models.latent_config import LatentSpec
+    from sdk.models.mixer import RecurrentSpec
     from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -75,6 +77,20 @@ class DistanceBuckets(NamedTuple):
     farthest: int
 
 
+class Blocks(NamedTuple):
+    """What a layer consists of. Attention and a recurrent mixer in one layer read the same norm,
+    and their results are added."""
+
+    attention: bool = True
+    recurrent: bool = False
+    mlp: bool = True
+
+
+PLAIN = Blocks()
+#: A recurrent mixer in the place of attention.
+RECURRENT = Blocks(attention=False, recurrent=True)
+
+
 #: What each layer keeps of the tokens before, where layers differ: the shape of its own keys and
 #: values, or the number of the earlier layer whose it reads. From the windows of the layers.
 LayerCaches = Sequence["AttentionCache | int"]
@@ -118,12 +134,17 @@ class ConfigRules(NamedTuple):
     ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
     ``gate_per_head``: whether the gate of attention's output has one number for each head;
     ``None``: ``LayerRules.output_gate`` says it.
+    ``kinds``: the blocks of layers by their names in ``layer_types``, besides those that attend and
+    have an MLP (``full_attention``, ``sliding_attention``). A config without ``layer_types`` gets
+    them from ``derived``. ``recurrent``: reads the sizes of its recurrent mixer, if it has one.
+    ``experts_optional``: with 0 experts a model has none, and an MLP in every layer.
     ``caches(fields, windows)``: see :data:`LayerCaches`; ``None``: all layers have the heads of the
     config. ``keys_as_values(fields, windows)``: the layers whose values are their keys before norm
     and rotation. ``widths``: of the MLP of each layer; ``None``: they are equal.
     ``attention_scale``: that of scores, where the code fixes it.
     ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
+    ``latent``: the widths of latent attention, if it has that.
     """
 
     keys: tuple[str, ...] = ()
@@ -151,12 +172,16 @@ class ConfigRules(NamedTuple):
     one_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
+    experts_optional: bool = False
+    kinds: Mapping[str, Blocks] = NOTHING
+    recurrent: Callable[[Fields], RecurrentSpec | None] | None = None
     caches: Callable[[Fields, Sequence[int | None]], LayerCaches] | None = None
     keys_as_values: Callable[[Fields, Sequence[int | None]], Sequence[bool]] | None = None
     widths: Callable[[Fields, int], Sequence[int]] | None = None
     attention_scale: float | None = None
     has_experts: Callable[[Fields], bool] | None = None
     layer_inputs: str | None = None
+    latent: Callable[[Fields], LatentSpec] | None = None
 
 
 class Norms(NamedTuple):
@@ -201,12 +226,14 @@ class OutputGate(NamedTuple):
     """A gate on what attention adds: ``y * kind(projection(x))``, before the output projection.
 
     ``projection``: its name beside the others. ``per_head``: it has one number for each head, else
-    one for each feature. ``kind``: ``sigmoid`` or ``softplus``.
+    one for each feature. ``kind``: ``sigmoid`` or ``softplus``. ``with_queries``: its rows are
+    those of the projection of queries, after the query of each head (Qwen3-Next).
     """
 
     projection: str = "gate_proj"
     kind: GateKind = "sigmoid"
     per_head: bool = False
+    with_queries: bool = False
 
 
 class ExpertsBeside(NamedTuple):
@@ -248,6 +275,8 @@ class LayerRules(NamedTuple):
     that and what attention read. There are no others, and none after the layers.
     ``first_norm``: the first layer has a norm before attention, too.
     ``experts_bias``: the sum of a token's experts has a bias.
+    ``dense``: the name of the MLP of a layer without experts.
+    ``recurrent_norms``: the norms of layers with a recurrent mixer, if others than ``norms``.
     ``experts_beside``: see :class:`ExpertsBeside`.
     ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
     scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
@@ -272,21 +301,25 @@ class LayerRules(NamedTuple):
     post_norm: bool = False
     first_norm: bool = True
     experts_bias: bool = False
+    dense: str = "mlp"
+    recurrent_norms: Norms | None = None
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False
 
-    def norms_of(self, parallel: bool) -> Norms:
+    def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other."""
+        if blocks.recurrent and self.recurrent_norms is not None:
+            return self.recurrent_norms
         return self.parallel_norms if parallel else self.norms
 
 
 class TensorRules(NamedTuple):
     """How the tensors of a Hugging Face folder are stored.
 
-    ``norms_minus_one``: the weights of norms are stored minus 1; ``final_norm_whole``: but for the
-    last one.
+    ``norms_minus_one``: the weights of norms are stored minus 1; ``whole_norms``: but for those
+    whose paths end like this.
     ``experts_transposed``: a float tensor with all experts of a layer is ``[E, in, out]``, always
     or in some files. In those, the shape tells; a tensor that can be either is ``[E, out, in]``.
     ``gate_up_interleaved``: rows of gate and up alternate in such a tensor.
@@ -299,6 +332,8 @@ class TensorRules(NamedTuple):
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
     ``up_before_gate``: the rows of ``gate_up_proj`` are those of up, then those of gate.
+    ``deltas_by_key_head``: the rows of ``in_proj_qkvz`` and ``in_proj_ba`` of delta nets are those
+    of one head of keys after the other.
     ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
     one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
     """
@@ -310,14 +345,14 @@ class TensorRules(NamedTuple):
     names: Mapping[str, str | tuple[str, ...]] = NOTHING
     qkv_by_group: bool = False
     layers_transposed: bool = False
-    final_norm_whole: bool = False
+    whole_norms: tuple[str, ...] = ()
     up_before_gate: bool = False
     experts_by_rows: bool = False
+    deltas_by_key_head: bool = False
 
     def norm_offset(self, path: str) -> float:
         """What is added to the stored weight of the norm ``path``."""
-        whole = self.final_norm_whole and path == "model.norm"
-        return 1.0 if self.norms_minus_one and not whole else 0.0
+        return 1.0 if self.norms_minus_one and not path.endswith(self.whole_norms) else 0.0
 
 
 class EmbeddingRules(NamedTuple):
@@ -383,6 +418,10 @@ class GgufKeys(Protocol):
 
     def rows(self, name: str) -> int | None: ...
 
+    def present(self, key: str, layers: int) -> list[bool]: ...
+
+    def flags(self, key: str, layers: int) -> list[bool] | None: ...
+
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]: ...
 
 
@@ -391,7 +430,8 @@ class GgufRules(NamedTuple):
 
     ``name``: ``general.architecture``. Several models may share one: ``matches`` then tells by the
     metadata whether a file holds this model; the model without ``matches`` takes the others.
-    ``tensors``: names of tensors of a layer that differ from a Llama's, ours to the file's.
+    ``tensors``: names of tensors that differ from a Llama's, ours to the file's; those of a layer
+    without ``model.layers.0.``, with ``.weight`` where the file's name has no such ending.
     ``read(config, keys)``: adds to a config what only this model's metadata say.
     ``write(config, source)``: the metadata for it. Raises UnsupportedError for a config that a GGUF
     file cannot express.
@@ -427,6 +467,18 @@ class GgufRules(NamedTuple):
     only: Mapping[str, Any] = NOTHING
 
 
+class NextTokenRules(NamedTuple):
+    """The block of multi-token prediction that checkpoints of a model may have after their layers.
+
+    It reads the embedding of the next token and the hidden state after the final norm, and predicts
+    that state of the next token. What it is inside is the same for all models: see
+    :class:`sdk.models.drafting_heads.NextTokenHead`. ``like``: the layer of the model that its own
+    layer is like; ``None``: the first one that attends to all tokens.
+    """
+
+    like: int | None = None
+
+
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
@@ -437,6 +489,7 @@ class Architecture(NamedTuple):
     ``claims``: whether a config that names another model is one of this: code beside the weights,
     which is not run, makes it another model.
     ``folders``: whether folders of it are read, and not GGUF files alone.
+    ``next_token``: of a block that may draft; ``None``: such blocks of the model are not run.
     """
 
     model_type: str
@@ -451,6 +504,7 @@ class Architecture(NamedTuple):
     head: HeadRules | None = None
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     folders: bool = True
+    next_token: NextTokenRules | None = None
 
 
 @cache

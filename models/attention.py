@@ -70,24 +70,28 @@ class Attention:
         rotates = c.ropes[self.rope].rotates
         plain = rules.unrotated_plain and not rotates
         self.query_scale = c.query_scale if plain or not rules.unrotated_plain else None
-        self.chunked = c.chunked_windows
+        self.factor, self.chunked = c.attention_factor, c.chunked_windows
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
         self.gate = gate
         keys = (cache.kv_heads * d, heads.kv_start * d, heads.kv_count * d)
-        parts = [("q_proj", count * d, heads.start * d, heads.count * d)]
+        of_queries = 2 * d if gate is not None and gate.with_queries else d
+        parts = [("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries)]
         if not self.shares_keys:
             parts.append(("k_proj", *keys))
             parts += [] if self.keys_as_values else [("v_proj", *keys)]
-        if gate is not None:  # of the same input: a part of the same product
+        if gate is not None and not gate.with_queries:  # of the same input: of the same product
             width = 1 if gate.per_head else d
             sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
         head = order = None
+        features = sum(own for *_, own in parts)
+        if of_queries > d:
+            order = _queries_first(self.heads, d, features)
         if rules.adjacent_pairs and rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
-            order = _of_heads(head, self.heads + self.kv_heads, sum(own for *_, own in parts))
+            order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
@@ -97,15 +101,7 @@ class Attention:
             bias=c.output_bias,
             reduce=reduce,
         )
-        self.norms: HeadNorms | None = None
-        self.width_norms: WidthNorms | None = None
-        kind = rules.qk_norm if c.qk_norm and not plain else None
-        if kind == "width":
-            self.width_norms = WidthNorms(source, path)
-        elif kind == "each_head":
-            self.norms = _norms_of_each_head(source, path, rules, head)
-        elif kind is not None:
-            self.norms = _head_norms(source, path, rules, head, d, keys=not self.shares_keys)
+        self._pull_norms(source, path, rules, head, plain=plain)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", count)
@@ -115,6 +111,22 @@ class Attention:
             slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
+
+    def _pull_norms(
+        self, source: Source, path: str, rules: LayerRules, head: Tensor | None, *, plain: bool
+    ) -> None:
+        """``head``: the order of a head's features. ``plain``: the layer has no norms of heads."""
+        self.norms: HeadNorms | None = None
+        self.width_norms: WidthNorms | None = None
+        kind = rules.qk_norm if source.config.qk_norm and not plain else None
+        if kind == "width":
+            self.width_norms = WidthNorms(source, path)
+        elif kind == "each_head":
+            self.norms = _norms_of_each_head(source, path, rules, head)
+        elif kind is not None:
+            self.norms = _head_norms(
+                source, path, rules, head, self.head_dim, keys=not self.shares_keys
+            )
 
     def projection(
         self,
@@ -139,11 +151,7 @@ class Attention:
         """Attention of the projected ``[T, features of q, k, v and the gate]``."""
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
-        counts = [self.heads, self.kv_heads, 0 if self.keys_as_values else self.kv_heads]
-        width = sum(counts) * self.head_dim
-        heads = qkv[:, :width].view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes(counts, dim=1)
-        v = k if self.keys_as_values else v
+        q, k, v, gate = self._split(qkv)
         if self.width_norms is not None:
             q, k = self.width_norms(q, k)
         cos, sin = step.angles[self.rope]
@@ -163,8 +171,22 @@ class Attention:
             chunked=self.chunked and self.window is not None,
         )
         if self.gate is not None:
-            y = self.ops.gate(y, qkv[:, width:], self.gate.kind)
-        return self.out(y)
+            y = self.ops.gate(y, gate, self.gate.kind)
+        return self.ops.scale(self.out(y), self.factor)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[T, heads, head_dim]``, and the gate's part, maybe empty."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.gate is not None and self.gate.with_queries:
+            parts = qkv.split_with_sizes([queries, queries, keys, keys], dim=1)
+            q, gate, k, v = parts
+        else:
+            values = 0 if self.keys_as_values else keys
+            rest = qkv.shape[1] - queries - keys - values
+            q, k, v, gate = qkv.split_with_sizes([queries, keys, values, rest], dim=1)
+            v = k if self.keys_as_values else v
+        tokens, d = len(qkv), self.head_dim
+        return q.view(tokens, -1, d), k.view(tokens, -1, d), v.view(tokens, -1, d), gate
 
 
 class WidthNorms:
@@ -271,6 +293,14 @@ def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:
     second. The scores of a query and a key do not depend on the order."""
     rest = torch.arange(rotary, head_dim)
     return torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), rest])
+
+
+def _queries_first(heads: int, head_dim: int, features: int) -> Tensor:
+    """The order of ``features``, int64, of which the first are a query and its gate of each of
+    ``heads``: all queries, then all gates."""
+    pairs = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim)
+    first = torch.cat([pairs[:, 0].flatten(), pairs[:, 1].flatten()])
+    return torch.cat([first, torch.arange(2 * heads * head_dim, features)])
 
 
 def _of_heads(head: Tensor, count: int, features: int) -> Tensor:

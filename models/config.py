@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
@@ -20,6 +21,7 @@ from sdk.models.architecture import (
     Alibi,
     Architecture,
     Biases,
+    Blocks,
     ConfigRules,
     DistanceBuckets,
     EmbeddingRules,
@@ -37,6 +39,8 @@ from sdk.models.config_fields import (
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
 from sdk.models.expert_config import ExpertSpec, experts_of
+from sdk.models.latent_config import LatentSpec, latent_scale
+from sdk.models.mixer import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import chunked, sliding_windows
@@ -68,12 +72,19 @@ class ModelConfig:
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
     of them. ``gate_per_head``: whether attention's gate has one number for each head; ``None``:
-    the architecture says it.
+    the architecture says it. ``blocks``: of what each layer consists; empty: all attend and have an
+    MLP. ``recurrent``: the sizes of the recurrent mixer of those that have one.
+    ``attention_factor`` multiplies what attention adds; ``mlp_factors``: the gate of an MLP, and
+    what that adds.
     ``layer_caches``: see :data:`sdk.models.architecture.LayerCaches`; empty: all layers have
     ``num_kv_heads`` heads of ``head_dim``, which are the most otherwise. ``keys_as_values``: the
     layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
     widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
     ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
+    ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
+    token keeps, and there is one key head.
+    ``chosen``: each token attends to so many, which an indexer chooses: in a context of
+    ``max_position`` tokens, which is no longer, to all.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
@@ -119,11 +130,21 @@ class ModelConfig:
     embedding_size: int | None = None
     layer_heads: tuple[int, ...] = ()
     gate_per_head: bool | None = None
+    blocks: tuple[Blocks, ...] = ()
+    recurrent: RecurrentSpec | None = None
+    attention_factor: float = 1.0
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
     layer_caches: LayerCaches = ()
     keys_as_values: tuple[bool, ...] = ()
     layer_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
+    latent: LatentSpec | None = None
+    chosen: int | None = None
     chunked_windows: bool = False
+
+    def blocks_of(self, layer: int) -> Blocks:
+        """Of what a layer consists."""
+        return self.blocks[layer] if self.blocks else Blocks()
 
     def heads_of(self, layer: int) -> int:
         """The query heads of a layer."""
@@ -131,22 +152,39 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """What its layers keep of the tokens before, in the order of the layers."""
+        """What its layers keep of the tokens before, in the order of the layers; in a layer
+        attention comes first."""
+        return self.rank_caches(1)
+
+    def rank_caches(self, ranks: int) -> tuple[Cache, ...]:
+        """The same with what one of ``ranks`` ranks keeps of recurrent states.
+
+        :raises AlignmentError: the heads of states cannot be divided over the ranks.
+        """
         if self.layer_caches:
             return tuple(one for one in self.layer_caches if not isinstance(one, int))
-        dim = self.head_dim
-        return tuple(
-            AttentionCache(self.num_kv_heads, dim, dim, window) for window in self.sliding_windows
-        )
+        dim, latent, found = self.head_dim, self.latent is not None, list[Cache]()
+        values = dim if self.latent is None else self.latent.rank
+        state = None if self.recurrent is None else self.recurrent.cache(ranks)
+        for layer, window in enumerate(self.sliding_windows):
+            blocks = self.blocks_of(layer)
+            if blocks.attention:
+                found.append(AttentionCache(self.num_kv_heads, dim, values, window, latent))
+            if blocks.recurrent and state is not None:
+                found.append(state)
+        return tuple(found)
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
-        if not self.layer_caches:
+        if self.layer_caches:
+            own = self.layer_caches[layer]
+            first = own if isinstance(own, int) else layer
+            return (sum(not isinstance(one, int) for one in self.layer_caches[:first]),)
+        counts = [int(one.attention) + int(one.recurrent) for one in self.blocks[: layer + 1]]
+        if not counts:
             return (layer,)
-        own = self.layer_caches[layer]
-        first = own if isinstance(own, int) else layer
-        return (sum(not isinstance(one, int) for one in self.layer_caches[:first]),)
+        return tuple(range(sum(counts[:-1]), sum(counts)))
 
     def attention_of(self, layer: int) -> AttentionCache:
         """The cache of a layer's keys and values."""
@@ -161,6 +199,26 @@ class ModelConfig:
     def width_of(self, layer: int) -> int:
         """The width of a layer's MLP."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
+
+    def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
+        """A model of one layer with attention like that of a layer of this model, and ``experts``
+        or an MLP."""
+        spec, own = self.experts if experts else None, bool(self.layer_caches)
+        return replace(
+            self,
+            num_layers=1,
+            rope_of_layer=(self.rope_of_layer[layer],),
+            sliding_windows=(self.sliding_windows[layer],),
+            num_heads=self.heads_of(layer),
+            layer_heads=(),
+            experts=None if spec is None else replace(spec, layers=(True,)),
+            blocks=(),
+            recurrent=None,
+            layer_caches=(self.attention_of(layer),) if own else (),
+            keys_as_values=self.keys_as_values[layer : layer + 1],
+            intermediate_size=self.width_of(layer),
+            layer_widths=(),
+        )
 
     @property
     def embedding_width(self) -> int:
@@ -184,18 +242,26 @@ class ModelConfig:
         config, fields = _checked(config, known)
         hidden = fields.count("hidden_size", MAX_WIDTH)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
-        layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+        latent = None if rules.latent is None else rules.latent(fields)
+        if latent is None:
+            layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers)
+            turning, scale = head_dim, _attention_scale(fields, head_dim)
+        else:
+            heads = fields.count("num_attention_heads", MAX_WIDTH)
+            layer_heads, kv_heads, head_dim = (), 1, latent.key
+            turning, scale = latent.turning, latent_scale(fields, latent)
         embedding = EmbeddingRules() if known is None else known.embedding
         first, unused = _first_position(fields, embedding)
-        biases = (rules.biases or _biases)(fields)
         causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         still = rules.unrotated and rules.unrotated(fields, windows)
         caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
-        dims = _head_dims(caches, windows, head_dim)
+        dims = _head_dims(caches, windows, head_dim) if latent is None else (turning, turning)
         ropes, rope_of_layer = ropes_of_layers(fields, dims, windows, still, rules.rotation)
         experts = known and experts_of(fields, known, layers)
         widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
+        positions = fields.count("max_position_embeddings", MAX_POSITION)
+        chosen = fields.count("index_topk", MAX_POSITION) if "index_topk" in rules.keys else None
         return cls(
             model_type=model_type if known is None else known.model_type,
             vocab_size=fields.count("vocab_size", MAX_VOCAB),
@@ -204,48 +270,76 @@ class ModelConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=max(dims),
+            head_dim=max(dims) if latent is None else head_dim,
             norm_eps=_norm_eps(fields, rules),
             activation=_checked_activation(fields, known, experts),
-            max_position=fields.count("max_position_embeddings", MAX_POSITION) - unused,
+            max_position=min(positions - unused, chosen or positions),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
-            attention_scale=rules.attention_scale or _attention_scale(fields, head_dim),
-            attention_softcap=fields.optional_positive("attn_logit_softcapping"),
-            final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=_embedding_scale(fields, rules, hidden),
-            residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=_logits_scale(fields),
-            attention_bias=biases.qkv,
-            output_bias=biases.output,
-            mlp_bias=biases.mlp,
+            attention_scale=rules.attention_scale or scale,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=experts,
             causal=causal,
-            alibi=None if rules.alibi is None else rules.alibi(fields),
-            post_norm_eps=fields.optional_positive("post_norm_eps"),
-            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
-            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
-            qk_norm=(rules.qk_norm or _qk_norm)(fields),
-            head_bias=biases.head,
-            qkv_clip=fields.optional_positive("clip_qkv"),
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
-            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
-            buckets=rules.buckets,
-            down_bias=biases.mlp or biases.down,
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
+            latent=latent,
+            chosen=chosen,
             layer_heads=layer_heads,
-            gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
             layer_caches=caches,
-            keys_as_values=(
-                () if rules.keys_as_values is None else tuple(rules.keys_as_values(fields, windows))
-            ),
             layer_widths=widths,
-            layer_inputs=_layer_inputs(fields, rules),
-            chunked_windows=chunked(fields),
+            **_numbers(fields, rules, hidden),
+            **_of_layers(fields, rules, windows),
+            **_of_blocks(fields, rules),
         )
+
+
+def _numbers(fields: Fields, rules: ConfigRules, hidden: int) -> dict[str, Any]:
+    """Factors, soft caps and limits."""
+    return {
+        "attention_softcap": fields.optional_positive("attn_logit_softcapping"),
+        "final_softcap": fields.optional_positive("final_logit_softcapping"),
+        "embedding_scale": _embedding_scale(fields, rules, hidden),
+        "residual_scale": fields.positive("residual_multiplier", default=1.0),
+        "logits_scale": _logits_scale(fields),
+        "post_norm_eps": fields.optional_positive("post_norm_eps"),
+        "qkv_clip": fields.optional_positive("clip_qkv"),
+        "attention_factor": fields.positive("attention_output_factor", default=1.0),
+        "mlp_factors": _mlp_factors(fields),
+    }
+
+
+def _of_blocks(fields: Fields, rules: ConfigRules) -> dict[str, Any]:
+    """Biases, norms and what attention has besides."""
+    biases = (rules.biases or _biases)(fields)
+    gate = rules.gate_per_head
+    return {
+        "attention_bias": biases.qkv,
+        "output_bias": biases.output,
+        "mlp_bias": biases.mlp,
+        "head_bias": biases.head,
+        "down_bias": biases.mlp or biases.down,
+        "alibi": None if rules.alibi is None else rules.alibi(fields),
+        "query_scale": None if rules.query_scale is None else rules.query_scale(fields),
+        "parallel_blocks": bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+        "qk_norm": (rules.qk_norm or _qk_norm)(fields),
+        "one_norm": bool(rules.one_norm and rules.one_norm(fields)),
+        "buckets": rules.buckets,
+        "gate_per_head": None if gate is None else gate(fields),
+    }
+
+
+def _of_layers(fields: Fields, rules: ConfigRules, windows: Sequence[int | None]) -> dict[str, Any]:
+    """What layers are, where that differs from model to model."""
+    values = rules.keys_as_values
+    return {
+        "blocks": _blocks(fields, rules, len(windows)),
+        "recurrent": None if rules.recurrent is None else rules.recurrent(fields),
+        "keys_as_values": () if values is None else tuple(values(fields, windows)),
+        "layer_inputs": _layer_inputs(fields, rules),
+        "chunked_windows": chunked(fields),
+    }
 
 
 def _checked(
@@ -404,12 +498,13 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """The sliding windows. transformers' class of some models does not read ``layer_types``: then
     they must say what it does anyway, because vLLM and others do read them."""
-    rule = ConfigRules().sliding if own is None else own.config.sliding
-    windows = sliding_windows(fields, layers, rule)
+    rules = ConfigRules() if own is None else own.config
+    rule = rules.sliding
+    windows = sliding_windows(fields, layers, rule, tuple(rules.kinds))
     kinds = config.get("layer_types")
     if own is not None and kinds is not None and "layer_types" not in own.config.keys:
         stated = {"layer_types": kinds, "sliding_window": config.get("sliding_window")}
-        found = sliding_windows(Fields(without_null(stated)), layers, rule)
+        found = sliding_windows(Fields(without_null(stated)), layers, rule, tuple(rules.kinds))
         if found != windows:
             index = next(i for i in range(layers) if found[i] != windows[i])
             raise UnsupportedError(
@@ -424,6 +519,21 @@ def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a multimodal config has outside its text part."""
     keys = ("model_type", "tie_word_embeddings")
     return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _mlp_factors(fields: Fields) -> tuple[float, float]:
+    if not fields.has("mlp_multipliers"):
+        return 1.0, 1.0
+    gate, out = fields.factors("mlp_multipliers", 2)
+    return gate, out
+
+
+def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ...]:
+    """Of what each layer consists; empty if all attend and have an MLP."""
+    kinds = fields.values.get("layer_types")
+    if not rules.kinds or kinds is None:
+        return ()
+    return tuple(rules.kinds.get(kind, Blocks()) for kind in kinds[:layers])
 
 
 def _checked_activation(

@@ -18,6 +18,7 @@ from sdk.kernels.norm import Norm
 from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.latent_attention import LatentAttention
 from sdk.models.layer_inputs import LayerInput, LayerInputs
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -28,9 +29,15 @@ if TYPE_CHECKING:
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
+    from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Embedding, ExpertProjection, Head, Projection, Source
+    from sdk.models.head import Head
+    from sdk.models.layers import Embedding, Linear, Projection, Source
+    from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
+
+    #: What a rank has of a layer's cache.
+    Memory = KVPages | LayerState
 
 
 class CausalLM(Protocol):
@@ -38,13 +45,13 @@ class CausalLM(Protocol):
 
     config: ModelConfig
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Memory]) -> Tensor:
         """Run one step; hidden states float32 ``[T, hidden]`` after the final norm.
 
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
-        the model's scale; only the first stage reads them. Keys and values are written into ``kv``,
-        one entry for each cache of this stage; of a model that is not causal, one for all of them.
+        the model's scale; only the first stage reads them. Keys, values and states are written into
+        ``kv``, one entry for each cache of this stage; of a model that is not causal, one for all.
         """
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """All projections with their paths."""
 
 
@@ -80,13 +87,16 @@ class MLP:
         self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
         width = width or c.intermediate_size
         start, count = source.mesh.columns(width)
+        self.gate_factor, self.factor = c.mlp_factors
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        self.up = source.columns(
-            path,
-            "gate_up_proj" if gated else "up_proj",
-            [(name, width, start, count) for name in names],
-            bias=c.mlp_bias,
-        )
+        parts = [(name, width, start, count) for name in names]
+        #: The projection to the gate, where that is multiplied: then it is not in ``up``.
+        self.gate: Projection | None = None
+        if self.gate_factor != 1.0:
+            gate, *parts = parts
+            self.gate = source.columns(path, "gate_proj", [gate], bias=c.mlp_bias)
+        fused = "gate_up_proj" if len(parts) == 2 else "up_proj"
+        self.up = source.columns(path, fused, parts, bias=c.mlp_bias)
         down = f"{path}.down_proj"
         self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
 
@@ -96,8 +106,11 @@ class MLP:
         return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
+        if self.gate is not None:
+            gate = self.ops.scale(self.gate(x), self.gate_factor)
+            return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
         if self.gated:
-            return self.down(self.up.gated(x, self.activation))
+            return self.ops.scale(self.down(self.up.gated(x, self.activation)), self.factor)
         return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
 
 
@@ -147,9 +160,11 @@ def _softplus(x: float) -> float:
 
 
 class Layer:
-    """One decoder layer: attention and an MLP, each with the norms that the model has for it.
+    """One decoder layer: what mixes tokens and an MLP, each with the norms that the model has.
 
-    They come one after the other or are parallel: see ``ConfigRules.parallel_blocks``.
+    ``mixers``: attention, a recurrent mixer, both, whose results are added, or nothing. They and
+    the MLP, which a layer may lack, come one after the other or are parallel: see
+    ``ConfigRules.parallel_blocks``.
     """
 
     def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
@@ -157,11 +172,16 @@ class Layer:
         c = source.config
         self.multiplier = c.residual_scale
         self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
-        names = rules.norms_of(self.parallel)
+        blocks = c.blocks_of(index)
+        names = rules.norms_of(self.parallel, blocks)
         if self.parallel and c.one_norm:
             names = names._replace(before_mlp=None)
         if not index and not rules.first_norm:
             names = names._replace(before_attention=None)
+        if not blocks.mlp:
+            names = names._replace(before_mlp=None, after_mlp=None)
+        if not (blocks.attention or blocks.recurrent):
+            names = names._replace(before_attention=None, after_attention=None)
         norms = [
             None if name is None else source.norm(f"{path}.{name}", eps=eps)
             for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
@@ -173,19 +193,24 @@ class Layer:
         alone = self.after_attention is None and self.after_mlp is None and not has_experts
         self.group = source.mesh.group if self.parallel and alone else None
         each = self.group is None
-        self.attention = Attention(source, f"{path}.self_attn", index, rules, reduce=each)
-        self.mlp: MLP | ExpertMLP | MLPBesideExperts
-        if has_experts and rules.experts_beside is not None:
+        self.mixers: list[Mixer] = []
+        if blocks.attention and c.latent is not None:
+            self.mixers.append(LatentAttention(source, f"{path}.self_attn", index, reduce=each))
+        elif blocks.attention:
+            self.mixers.append(Attention(source, f"{path}.self_attn", index, rules, reduce=each))
+        if blocks.recurrent:
+            assert c.recurrent is not None
+            where = f"{path}.{c.recurrent.name}"
+            self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
+        self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
+        if blocks.mlp and has_experts and rules.experts_beside is not None:
             self.mlp = MLPBesideExperts(source, path, index, rules, rules.experts_beside)
-        elif c.experts is not None and has_experts:
-            shared, width = None, c.experts.shared_width
-            if width:
-                whole = source.mesh.redundant_experts is not None
-                shared = MLP(source, f"{path}.mlp.shared_experts", width, reduce=whole)
-            self.mlp = ExpertMLP(source, f"{path}.mlp", rules, shared)
-        else:
+        elif blocks.mlp and has_experts:
+            self.mlp = _experts(source, f"{path}.mlp", rules)
+        elif blocks.mlp:
             width = c.width_of(index)
-            self.mlp = MLP(source, f"{path}.mlp", width, gated=rules.gated, reduce=each)
+            where = f"{path}.{rules.dense}"
+            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each)
         #: The embedding of each token for this layer, and the number that multiplies its result.
         self.input = LayerInput(source, path, index) if c.layer_inputs else None
         self.factor = 1.0
@@ -193,50 +218,70 @@ class Layer:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
 
     def __call__(
-        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor | None]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
-        no residual, and none has with ``LayerRules.post_norm``."""
+        no residual, and none has with ``LayerRules.post_norm``. ``caches``: one for each mixer."""
         if self.post_norm:
-            return self._run_post_norm(delta, step, pages), None
+            return self._run_post_norm(delta, step, caches), None
         if self.parallel:
-            return self._run_parallel(delta, residual, step, pages)
-        x, residual = self._input(self.attention.rounding, delta, residual, self.before_attention)
-        delta = self._output(self.attention(x, step, pages), self.after_attention)
-        x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
-        if isinstance(self.mlp, MLPBesideExperts):
-            x = self.mlp(x, residual)
-        else:
-            x = self.mlp(x)
-        delta = self._output(x, self.after_mlp)
+            return self._run_parallel(delta, residual, step, caches)
+        if self.mixers:
+            x, residual = self._input(self._rounding, delta, residual, self.before_attention)
+            delta = self._output(self._mix(x, step, caches), self.after_attention)
+        if self.mlp is not None:
+            x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
+            if isinstance(self.mlp, MLPBesideExperts):
+                x = self.mlp(x, residual)
+            else:
+                x = self.mlp(x)
+            delta = self._output(x, self.after_mlp)
         if self.input is not None:
-            residual = self.ops.add(residual, delta)
+            residual = delta if residual is None else self.ops.add(residual, delta)
             delta = self.input(residual, step)
-        return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
+        if self.factor != 1.0:
+            assert residual is not None
+            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
+        return delta, residual
+
+    @property
+    def _rounding(self) -> Rounding | None:
+        """How all mixers take rows as codes, if they do."""
+        first, *others = [mixer.rounding for mixer in self.mixers]
+        return first if all(one == first for one in others) else None
+
+    def _mix(self, x: Rows, step: Step, caches: Sequence[Memory]) -> Tensor:
+        """The sum of what the mixers make of x."""
+        first, *others = [
+            mixer(x, step, cache) for mixer, cache in zip(self.mixers, caches, strict=True)
+        ]
+        for other in others:
+            first = self.ops.add(first, other)
+        return first
 
     def _run_parallel(
-        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        rounding = self.attention.rounding
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
+        rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
             rounding = None  # each rounds the rows for itself
         x, residual = self._input(rounding, delta, residual, self.before_attention)
         y = x if one_norm else self._input(self.mlp.rounding, residual, None, self.before_mlp)[0]
-        delta = self._output(self.attention(x, step, pages), self.after_attention)
-        assert not isinstance(self.mlp, MLPBesideExperts)
+        delta = self._output(self._mix(x, step, caches), self.after_attention)
         delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
         return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
-    def _run_post_norm(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
+    def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
+        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)
-        x, _ = self.ops.add_norm(self.attention(x, step, pages), x, self.after_attention, wide=True)
+        x, _ = self.ops.add_norm(self._mix(x, step, caches), x, self.after_attention, wide=True)
         if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
-        assert not isinstance(self.mlp, MLPBesideExperts)
         x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
         return x
 
@@ -258,6 +303,18 @@ class Layer:
         if norm is not None:
             x = self.ops.norm(x, norm)
         return self.ops.scale(x, self.multiplier)
+
+
+def _experts(source: Source, path: str, rules: LayerRules) -> ExpertMLP:
+    """The experts of a layer, with the shared ones."""
+    spec = source.config.experts
+    assert spec is not None
+    shared = None
+    if spec.shared_width:
+        whole = source.mesh.redundant_experts is not None or spec.inputs is not None
+        where = f"{path}.shared_experts"
+        shared = MLP(source, where, spec.shared_width, gated=rules.gated, reduce=whole)
+    return ExpertMLP(source, path, rules, shared)
 
 
 def layer_rules(config: ModelConfig) -> LayerRules:
@@ -350,10 +407,12 @@ class Decoder:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
-        return self.config.attention_softcap is None and not self._rules.sinks
+        """Whether all keys may lack the same vector, which adds a constant to all scores of a
+        query: no soft caps, no sinks, and no latents, which are values too."""
+        plain = self.config.attention_softcap is None and not self._rules.sinks
+        return plain and self.config.latent is None
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 
@@ -361,7 +420,7 @@ class Decoder:
         self,
         inputs: Tensor,
         batch: AttentionBatch,
-        kv: Sequence[KVPages],
+        kv: Sequence[Memory],
         out: Tensor | None = None,
     ) -> Tensor:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
@@ -372,12 +431,12 @@ class Decoder:
         step = Step(batch, angles, self.biases, own)
         self.streams = []
         for i, layer in zip(self.numbers, self.layers, strict=True):
-            pages = kv[0] if not self.config.causal else kv[self._caches[i][0]]
+            places = self._caches[i] if self.config.causal else (0,)
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
-                delta, residual = layer(delta, residual, step, pages)
+                delta, residual = layer(delta, residual, step, [kv[one] for one in places])
         if self._rules.post_norm:
             assert out is None and self._mesh.is_last
             return delta

@@ -1,4 +1,4 @@
-"""Heads that draft from the hidden states of a model: EAGLE, EAGLE-3 and Medusa.
+"""Heads that draft from the hidden states of a model: EAGLE, EAGLE-3, Medusa, and the model's own.
 
 * EAGLE (Li et al. 2024, arXiv 2401.15077) is one decoder layer. At position i it reads the
   embedding of token i + 1 and the model's last hidden state of token i, and predicts the hidden
@@ -7,6 +7,9 @@
   model instead, and has a head of its own, usually for the most frequent tokens only.
 * Medusa (Cai et al. 2024, arXiv 2401.10774) has no attention: each of its heads predicts a token
   at a fixed distance from the last hidden state.
+* A block of multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2) is trained
+  with the model and stored behind its layers. It reads what EAGLE reads, each with a norm, has a
+  layer of the model's own kind and a norm, whose result becomes the next input.
 
 Each class is a :class:`sdk.models.decoder.CausalLM` whose input, next to the tokens, is in a fixed
 buffer: recorded steps read it there.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.dataclass import dataclass
@@ -26,8 +29,9 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import MLP
-from sdk.models.layers import ExpertProjection, Projection, Source
+from sdk.models.decoder import MLP, Layer, layer_rules
+from sdk.models.head import Head
+from sdk.models.layers import Linear, Projection, Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 
@@ -43,7 +47,8 @@ class HeadConfig:
     ``model``: of its layer, with the vocabulary of the model it drafts for. ``draft_vocab``: tokens
     of its own head. ``features``: values of the model's hidden states that it reads for each token.
     ``streams``: the layers of the model whose inputs they are; without any, they are the last
-    hidden state. ``num_heads`` of ``num_blocks`` each: Medusa's.
+    hidden state. ``num_heads`` of ``num_blocks`` each: Medusa's. ``block``: the path of one that is
+    in the model's own files; ``own_embedding``, ``own_head``: whether those are not the model's.
     """
 
     method: str
@@ -54,6 +59,9 @@ class HeadConfig:
     norm_before_residual: bool = False
     num_heads: int = 1
     num_blocks: int = 0
+    block: str = ""
+    own_embedding: bool = False
+    own_head: bool = False
 
     @property
     def has_layer(self) -> bool:
@@ -80,12 +88,12 @@ class DraftingHead(ABC):
         self.inputs = inputs
         self._linears = source.linears
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 
     @abstractmethod
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`. The result can be the next ``inputs``."""
 
     @abstractmethod
@@ -170,20 +178,13 @@ class Eagle3Layer(EagleLayer):
         return self.rest(attention.attend(qkv, step, pages), residual)
 
 
-class _EagleBase(DraftingHead):
-    """Embedding, head and angles of EAGLE and EAGLE-3."""
+class _LayerHead(DraftingHead):
+    """Embedding, head and angles of one that has a layer; ``ends``: those of the model."""
 
     def __init__(self, source: Source, head: HeadConfig, inputs: Tensor, ends: ModelEnds) -> None:
         super().__init__(source, head, inputs)
-        c, checkpoint = head.model, source.checkpoint
         self._embed, self._logits = ends
-        if checkpoint.has("model.embed_tokens"):
-            self._embed = source.embedding()
-        if checkpoint.has("lm_head"):
-            self._logits = source.matrix("lm_head", head.draft_vocab, c.hidden_size)
-            if checkpoint.has("d2t"):
-                self._logits = _SomeTokens(self._logits, checkpoint.tensor("d2t"), c.vocab_size)
-        self._ropes = [source.rope(spec) for spec in c.ropes]
+        self._ropes = [source.rope(spec) for spec in head.model.ropes]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embed(token_ids)
@@ -195,6 +196,20 @@ class _EagleBase(DraftingHead):
         return Step(batch, [rope.cos_sin(batch.positions, self.ops) for rope in self._ropes])
 
 
+class _EagleBase(_LayerHead):
+    """EAGLE and EAGLE-3, whose folders may have an embedding and a head."""
+
+    def __init__(self, source: Source, head: HeadConfig, inputs: Tensor, ends: ModelEnds) -> None:
+        super().__init__(source, head, inputs, ends)
+        c, checkpoint = head.model, source.checkpoint
+        if checkpoint.has("model.embed_tokens"):
+            self._embed = source.embedding()
+        if checkpoint.has("lm_head"):
+            self._logits = source.matrix("lm_head", head.draft_vocab, c.hidden_size)
+            if checkpoint.has("d2t"):
+                self._logits = _SomeTokens(self._logits, checkpoint.tensor("d2t"), c.vocab_size)
+
+
 class EagleHead(_EagleBase):
     """EAGLE: ``layer(fc(embedding, hidden))``, whose result goes straight into the model's head."""
 
@@ -204,7 +219,7 @@ class EagleHead(_EagleBase):
         self.first, self.second = source.column_halves(LAYER, "fc", [("fc", width, 0, width)])
         self.layer = EagleLayer(source, LAYER)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`; the row of token i + 1 is at position i."""
         hidden = self.inputs[: inputs.shape[0]]
         x = self.ops.add(self.first(self.embed(inputs)), self.second(hidden))
@@ -223,13 +238,50 @@ class Eagle3Head(_EagleBase):
     def project(self, features: Tensor) -> Tensor:
         return self.fc(features)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`EagleHead`; the result is not normalized."""
         hidden = self.inputs[: inputs.shape[0]]
         return self.layer.run(self.embed(inputs), hidden, self._step(batch), kv[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(self.ops.norm(hidden, self.norm))
+
+
+class NextTokenHead(_LayerHead):
+    """Multi-token prediction: ``norm(layer(eh_proj(enorm(embedding), hnorm(hidden))))``.
+
+    The hidden state is that after the model's final norm, and the next one that after the block's,
+    from which the head predicts: so it is in vLLM's deepseek_mtp, qwen3_next_mtp, exaone_moe_mtp
+    and nemotron_h_mtp, and in llama.cpp for every model. (vLLM's glm4_moe_mtp goes on with the
+    state before that norm.) Of several blocks the first one drafts all tokens.
+    """
+
+    def __init__(self, source: Source, head: HeadConfig, inputs: Tensor, ends: ModelEnds) -> None:
+        super().__init__(source, head, inputs, ends)
+        c, path = head.model, head.block
+        width = c.hidden_size
+        self.first, self.second = source.column_halves(
+            path, "eh_proj", [("eh_proj", width, 0, width)]
+        )
+        self.embedding_norm = source.norm(f"{path}.enorm")
+        self.hidden_norm = source.norm(f"{path}.hnorm")
+        self.layer = Layer(source, path, 0, layer_rules(c))
+        norms = (f"{path}.shared_head.norm", f"{path}.final_layernorm", "model.norm")
+        self.norm = source.norm(next(one for one in norms if source.has(f"{one}.weight")))
+        if head.own_embedding:
+            self._embed = source.embedding(f"{path}.embed_tokens")
+        if head.own_head:
+            own = source.matrix(f"{path}.shared_head.head", head.draft_vocab, width)
+            self._logits = Head(own, c)
+
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
+        """See :class:`EagleHead`."""
+        ops = self.ops
+        embedded = ops.norm(self.embed(inputs), self.embedding_norm)
+        hidden = ops.norm(self.inputs[: inputs.shape[0]], self.hidden_norm)
+        x = ops.add(self.first(embedded), self.second(hidden))
+        delta, residual = self.layer(x, None, self._step(batch), kv[:1])
+        return ops.add_norm(delta, residual, self.norm, wide=True)[0]
 
 
 class MedusaHead(DraftingHead):
@@ -250,7 +302,7 @@ class MedusaHead(DraftingHead):
             self._biases.append(torch.cat([bias, ones]))
         self._last = source.matrix(f"{path}.lm_head", head.draft_vocab, width)
 
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """The hidden states themselves."""
         return self.inputs[: inputs.shape[0]]
 
@@ -301,5 +353,5 @@ def build_head(
     source = Source(checkpoint, head.model, Mesh(), ops, max_model_len)
     if head.method == "medusa":
         return [MedusaHead(source, head, inputs, index) for index in range(head.num_heads)]
-    kind = EagleHead if head.method == "eagle" else Eagle3Head
-    return [kind(source, head, inputs, ends)]
+    kinds: dict[str, type[Any]] = {"eagle": EagleHead, "eagle3": Eagle3Head, "mtp": NextTokenHead}
+    return [kinds[head.method](source, head, inputs, ends)]

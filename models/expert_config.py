@@ -30,10 +30,17 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "groups": ("n_group",),
         "groups_used": ("topk_group",),
         "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-        "shared_width": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+        "shared_width": (
+            *("shared_expert_intermediate_size", "shared_intermediate_size"),
+            "moe_shared_expert_intermediate_size",
+        ),
         "dense": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
     }
 )
+
+
+#: The key of the features that experts read, where these are not the model's.
+LATENT = "moe_latent_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,9 @@ class ExpertSpec:
     ``layers``: which have experts; the others have an ordinary MLP of
     ``ModelConfig.intermediate_size``. ``route``: how the router chooses and weighs them.
     ``shared_width``: the features of the shared experts together, an MLP that every token uses,
-    too; 0: there are none. ``scale``: multiplies the sum of all experts. ``beside``: layers with
-    experts have the MLP of the others, too.
+    too; 0: there are none. ``scale``: multiplies the sum of all experts. ``inputs``: the features
+    that experts read and return, between two projections of their own; ``None``: the model's.
+    ``beside``: layers with experts have the MLP of the others, too.
     """
 
     count: int
@@ -54,6 +62,7 @@ class ExpertSpec:
     route: RouteRule = SOFTMAX
     shared_width: int = 0
     scale: float = 1.0
+    inputs: int | None = None
     beside: bool = False
 
 
@@ -83,7 +92,10 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
     key = own.config.expert_width
     if key is None or (own.config.has_experts and not own.config.has_experts(fields)):
         return None
-    count = _same(fields, _present(fields, "count"), MAX_EXPERTS)
+    name = _present(fields, "count")
+    if own.config.experts_optional and not fields.values.get(name):
+        return None
+    count = _same(fields, name, MAX_EXPERTS)
     per_token = _same(fields, _present(fields, "per_token"), count)
     width = fields.count(key, MAX_WIDTH)
     shared = own.config.shared_experts * width or _shared_width(fields, width)
@@ -95,6 +107,7 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
         route=_route(fields, own.layer.route, count, per_token),
         shared_width=shared,
         scale=_scale(fields) if shared else 1.0,
+        inputs=fields.count(LATENT, MAX_WIDTH) if fields.has(LATENT) else None,
         beside=own.layer.experts_beside is not None,
     )
 

@@ -41,7 +41,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.config_keys import check_fixed
 from sdk.models.hf_proof import prove_attention, unrecorded_reason
 from sdk.models.hf_weights import Filling
-from sdk.models.layers import ExpertProjection, Projection
+from sdk.models.layers import Linear
 from sdk.models.other_models import (
     ENCODER,
     ENCODER_DECODER,
@@ -344,12 +344,12 @@ class HFModel:
         """The layers that attended through the pages in the last step."""
         return self._step.layers_run
 
-    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+    def linears(self) -> Iterator[tuple[str, Linear]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 
     @torch.no_grad()
-    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
         """See :class:`sdk.models.decoder.CausalLM`."""
         step = self._step
         step.batch, step.pages, step.layers_run = batch, kv, 0

@@ -16,7 +16,7 @@ from sdk.kernels.mlp_activations import Activation
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.models.hf_known import NormFacts, gated_activation, norm_facts
-from sdk.models.layers import ExpertProjection, Projection
+from sdk.models.layers import ExpertProjection, Linear, Projection
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, joined_parts, whole
 from sdk.quant.checkpoint import Checkpoint
@@ -125,11 +125,11 @@ class Filling:
         self.model = model
         self.head = model.get_output_embeddings()
         self.tied_to = model.get_input_embeddings() if tied else None
-        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
+        self.linears: list[tuple[str, Linear]] = []
         self.tied: Weight | None = None
         self.renamings = _renamings(model)
 
-    def fill(self) -> list[tuple[str, Projection | ExpertProjection]]:
+    def fill(self) -> list[tuple[str, Linear]]:
         """Replace or load all modules, in the order of the tree; returns the linears."""
         from transformers.pytorch_utils import Conv1D
 

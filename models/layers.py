@@ -19,8 +19,10 @@ from sdk.kernels.routes import Routes
 from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head import Head
+from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
-from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, whole
+from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
@@ -154,6 +156,10 @@ class ExpertProjection:
             self.bias[index] = bias
 
 
+#: All kinds of projections.
+Linear = Projection | ExpertProjection | HeadProjection
+
+
 class Embedding:
     """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
 
@@ -181,28 +187,6 @@ class Embedding:
             self.adapters.add(ids, x, slots)  # every rank has adapters of the whole embedding
         x = self.ops.scale(x, self.scale)
         return x if self.norm is None else self.ops.norm(x, self.norm)
-
-
-class Head:
-    """Hidden states to logits over the whole vocabulary."""
-
-    def __init__(self, linear: Projection, config: ModelConfig) -> None:
-        self.linear = linear
-        self.vocab_size = config.vocab_size
-        self.scale = config.logits_scale
-        self.softcap = config.final_softcap
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
-        mesh = self.linear.mesh
-        logits = self.linear(hidden, out)
-        if mesh.group is not None:
-            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
-            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
-        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
-        if self.softcap is not None:
-            logits = self.linear.ops.softcap(logits, self.softcap)
-        return logits
 
 
 class Source:
@@ -234,7 +218,7 @@ class Source:
         self.max_model_len = max_model_len
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
-        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
+        self.linears: list[tuple[str, Linear]] = []
         self._rules = architecture(config.model_type) or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
@@ -245,7 +229,8 @@ class Source:
             return self._body + path.removeprefix("model.")
         return self._outer + path
 
-    def _pull(self, path: str, shape: tuple[int, int]) -> Weight:
+    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
+        """A matrix as the checkpoint has it."""
         weight = self.checkpoint.weight(self._name(path))
         if weight.shape != shape:
             raise CheckpointError(
@@ -272,18 +257,21 @@ class Source:
         """Whether the checkpoint has a tensor or a matrix."""
         return self.checkpoint.has(self._name(path))
 
-    def vector(self, path: str, *shape: int) -> Tensor:
-        """A plain tensor, float32; one of shape ``[1]`` may have no dimension in the file."""
+    def vector(self, path: str, *shape: int | None) -> Tensor:
+        """A plain tensor, float32; ``[1]`` may lack its dimension in the file. ``None``: any."""
         found = self._shared.vectors.get(path)
         if found is None:
             tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
             tensor = tensor if tensor.dim() else tensor.reshape(1)
-            if tensor.dim() == 2 and len(tensor) == 1 == len(shape):
-                tensor = tensor[0]  # ERNIE has the bias of a router as one row
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{self._name(path)}: expected shape {list(shape)}, found {list(tensor.shape)}"
-                )
+            # ERNIE has the bias of a router as one row.
+            if tensor.dim() == 2 and len(tensor) == 1 and len(shape) == 1:
+                tensor = tensor[0]
+            sizes = list(tensor.shape)
+            if len(sizes) != len(shape) or sizes != [
+                w or n for w, n in zip(shape, sizes, strict=True)
+            ]:
+                name = self._name(path)
+                raise CheckpointError(f"{name}: expected shape {list(shape)}, found {sizes}")
             found = tensor.to(self.ops.device)
         self.vectors[path] = found
         return found
@@ -322,14 +310,14 @@ class Source:
         narrow: bool = False,
         activation_bits: int = 8,
     ) -> Projection:
-        matrix = self._matrix(path, pull, activation_bits)
+        matrix = self.matrix_of(path, pull, activation_bits)
         if matrix.order is not None:  # that of the products, after what adapters add to them
             parts = [part._replace(order=None) for part in parts]
         linear = Projection(matrix, self.mesh, self.ops, parts=parts, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
-    def _matrix(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
+    def matrix_of(self, path: str, pull: Callable[[], Matrix], activation_bits: int = 8) -> Matrix:
         """A matrix for this engine's operators: pulled and bound, or shared."""
         found = self._shared.matrices.get(path)
         if found is not None:
@@ -347,16 +335,18 @@ class Source:
         bias: bool = False,
         accurate: bool = False,
         order: Tensor | None = None,
+        inputs: int | None = None,
     ) -> Projection:
-        """Projections of one input as one column-parallel projection.
+        """Projections of one input, of ``inputs`` features (default: hidden), as one
+        column-parallel projection.
 
-        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
-        that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
-        ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
+        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each, or several
+        ranges one after the other. A file that holds them joined under ``fused`` (Phi-3) gives the
+        same result. ``accurate``: with ``ACCURATE`` activation bits (see :meth:`Ops.linear`).
         ``order``, int64: feature j of the result is feature ``order[j]`` of this rank's parts one
         after another, which is in the same part.
         """
-        whole, hidden = f"{path}.{fused}", self.config.hidden_size
+        whole, hidden = f"{path}.{fused}", inputs or self.config.hidden_size
 
         def pull() -> Matrix:
             found = self._columns(path, fused, parts, hidden, bias)
@@ -402,25 +392,23 @@ class Source:
     ) -> Matrix:
         """This rank's part of the matrix and of the bias of :meth:`columns`."""
         whole = f"{path}.{fused}"
-        total = sum(size for _, size, _, _ in parts)
+        offsets, total = offsets_of(parts)
         weights: list[Weight] = []
         biases: list[Tensor | None] = []
         if self.checkpoint.has(self._name(whole)):
-            weight = self._pull(whole, (total, inputs))
+            weight = self.pull(whole, (total, inputs))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
                 return Matrix(weight, joined)
-            offset = 0
-            for _, size, start, count in parts:
-                weights.append(self._cut(whole, weight, "out", offset + start, count))
-                first = offset + start
+            for name, _, start, count in parts:
+                first = offsets[name] + start
+                weights.append(self._cut(whole, weight, "out", first, count))
                 biases.append(None if joined is None else joined[first : first + count])
-                offset += size
         else:
             for name, size, start, count in parts:
                 part = f"{path}.{name}"
                 weights.append(
-                    self._cut(part, self._pull(part, (size, inputs)), "out", start, count)
+                    self._cut(part, self.pull(part, (size, inputs)), "out", start, count)
                 )
                 gate = fused == "qkv_proj" and name not in _QKV  # gates of attention have none
                 own = self._bias(part, size, bias and not gate)
@@ -450,7 +438,7 @@ class Source:
         hidden = self.config.hidden_size
 
         def pull() -> Matrix:
-            weight = self._pull(path, (hidden, in_features))
+            weight = self.pull(path, (hidden, in_features))
             weight = self._cut(path, weight, "in", start, count)
             found = self._bias(path, hidden, bias)
             return Matrix(weight, found if reduce or self.mesh.rank == 0 else None)
@@ -464,7 +452,7 @@ class Source:
         """A projection that every rank has as a whole, with a bias if the file has one."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, shape)
+            weight = self.pull(path, shape)
             return Matrix(weight, self._bias(path, out_features, False))
 
         shape = (out_features, in_features)
@@ -489,10 +477,11 @@ class Source:
         self, path: str, names: tuple[str, ...], expert: int, start: int, count: int
     ) -> tuple[Weight, Tensor | None]:
         """What one expert has of :meth:`expert_columns`: its weight and its bias."""
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         parts = [f"{path}.{expert}.{name}" for name in names]
-        whole = [self._pull(part, (spec.width, hidden)) for part in parts]
+        whole = [self.pull(part, (spec.width, hidden)) for part in parts]
         cut = [
             self._cut(part, weight, "out", start, count)
             for part, weight in zip(parts, whole, strict=True)
@@ -502,9 +491,8 @@ class Source:
         biases = [self._bias(part, spec.width, False) for part in parts]
         present = [bias[start : start + count] for bias in biases if bias is not None]
         if len(present) not in (0, len(parts)):
-            raise CheckpointError(
-                f"{self._name(parts[0])}: expected a bias of all parts or of none"
-            )
+            name = self._name(parts[0])
+            raise CheckpointError(f"{name}: expected a bias of all parts or of none")
         return weight, torch.cat(present) if present else None
 
     def expert_rows(
@@ -521,10 +509,11 @@ class Source:
 
         Results of parts of an expert get summed, so only rank 0 has the bias then.
         """
-        hidden, spec = self.config.hidden_size, self.config.experts
+        spec = self.config.experts
         assert spec is not None
+        hidden = spec.inputs or self.config.hidden_size
         part = f"{path}.{expert}.{name}"
-        weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
+        weight = self._cut(part, self.pull(part, (hidden, spec.width)), "in", start, count)
         weight.bind(self.ops)
         bias = self._bias(part, hidden, False)
         return weight, bias if self.mesh.rank == 0 or count == spec.width else None
@@ -544,7 +533,7 @@ class Source:
             weight = ExpertWeights([own for own, _ in each])
             return Matrix(weight, torch.stack(present) if present else None)
 
-        weight, joined, _ = self._matrix(path, pull)
+        weight, joined, _ = self.matrix_of(path, pull)
         assert isinstance(weight, ExpertWeights)
         linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
@@ -565,9 +554,9 @@ class Source:
             bias = self.vector("lm_head.bias", self.config.vocab_size)[start : start + count]
         return Head(self._bound("lm_head", lambda: Matrix(weight, bias), (part,)), self.config)
 
-    def embedding(self) -> Embedding:
+    def embedding(self, path: str = "model.embed_tokens") -> Embedding:
         """The first matrix of the model."""
-        weight, (start, _) = self._by_token("model.embed_tokens"), self._tokens
+        weight, (start, _) = self._by_token(path), self._tokens
         found = Embedding(weight, start, self.config, self.mesh, self.ops)
         if self._rules.embedding.unweighted_norm:
             found.norm = Norm(None, self.config.norm_eps)
@@ -578,11 +567,11 @@ class Source:
         ``width``: of one whose rows may stay in the file; default: features of embeddings."""
 
         def pull() -> Matrix:
-            weight = self._pull(path, (first + rows, width or self.config.embedding_width))
+            weight = self.pull(path, (first + rows, width or self.config.embedding_width))
             weight = by_row(weight) if width else weight
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -594,7 +583,7 @@ class Source:
 
         def pull() -> Matrix:
             width = self.config.hidden_size if path == "lm_head" else self.config.embedding_width
-            weight = self._pull(path, (self.config.vocab_size, width))
+            weight = self.pull(path, (self.config.vocab_size, width))
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
-        return self._matrix(path, pull, ACCURATE).weight
+        return self.matrix_of(path, pull, ACCURATE).weight

@@ -31,6 +31,7 @@ _HARMLESS = (
             r"|attn\.bias|attention\.bias)$"
         ),
     ),
+    ("of an indexer, which chooses all tokens of a context so short", re.compile(r"\.indexer\.")),
     ("of multi-token prediction", re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")),
     (
         "of quantized activations or caches",

@@ -2,8 +2,11 @@
 
 ``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``, of
 models without gates ``down[e](act(up[e](x)))``, plus an MLP of shared experts, which every token
-uses. Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the
-same experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
+uses. Experts may read and return fewer features than the model has, between two projections that
+they share ("latent" experts).
+
+Every rank routes by itself: inputs have the same bits on all ranks, so all ranks select the same
+experts. With tensor parallelism a rank has a part of each expert, as of an MLP, and the ranks'
 results are summed. With expert parallelism (:mod:`sdk.models.expert_parallel`) it has whole
 experts, and the ranks exchange the rows that these have computed. With data parallel attention the
 ranks, each of which has tokens of its own, gather the tokens of all before. The shared experts are
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rows
     from sdk.models.architecture import LayerRules
     from sdk.models.expert_placement import Placement
-    from sdk.models.layers import Source
+    from sdk.models.layers import Projection, Source
     from sdk.quant.weight import Weight
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -57,8 +60,8 @@ class ExpertArrival(NamedTuple):
 
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
-    the others, unless ranks have whole experts. ``share``: the experts of this rank, if it has
-    whole ones."""
+    the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
+    rank, if it has whole ones."""
 
     def __init__(
         self,
@@ -98,6 +101,13 @@ class ExpertMLP:
         self.up = source.expert_columns(self.path, self.names, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
         self.sum_bias = _sum_bias(source, self.path) if rules.experts_bias else None
+        #: The projections to the features that experts read, and back.
+        self.latent: tuple[Projection, Projection] | None = None
+        if (latent := self.spec.inputs) is not None:
+            self.latent = (
+                source.matrix(f"{path}.latent_in", latent, c.hidden_size),
+                source.matrix(f"{path}.latent_out", c.hidden_size, latent),
+            )
 
     #: The router needs floats.
     rounding = None
@@ -109,6 +119,8 @@ class ExpertMLP:
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
         logits = self.router(x if routed is None else routed)
+        if self.latent is not None:
+            x = self.latent[0](x)
         if share is not None and (tokens := share.routing.tokens) is not None:
             logits, x = self.ops.moe.gather(logits, tokens), self.ops.moe.gather(x, tokens)
         routes = self.ops.moe.route(
@@ -127,10 +139,14 @@ class ExpertMLP:
             hidden = self.up.gated(x, routes, self.activation)
         else:
             hidden = self.ops.activation(self.up(x, routes), self.activation, routes.used)
-        y = self.ops.moe.combine(self.down(hidden, routes), routes, shared, gate)
+        beside = (shared, gate) if self.latent is None else (None, None)
+        y = self.ops.moe.combine(self.down(hidden, routes), routes, *beside)
         y = self.ops.scale(y, spec.scale)
         if share is None and self.mesh.group is not None:
             y = self.ops.all_reduce(y, self.mesh.group)
+        if self.latent is not None:
+            y = self.latent[1](y)
+            y = y if shared is None else self.ops.add(y, shared)
         return y if self.sum_bias is None else self.ops.add_bias(y, self.sum_bias)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:

@@ -47,15 +47,15 @@ def _undescribed(what: str) -> Refusal:
 
 _RECURRENT = _decoder(
     "with recurrent layers (Mamba, RWKV, linear attention or a delta net)",
-    "such layers keep a state per request, and the cache here holds keys and values alone",
+    "its mixers are none of those here (docs/models.md lists them)",
 )
 _CONVOLUTIONS = _decoder(
     "with short convolutions",
-    "they keep the inputs of the last tokens, and the cache here holds keys and values alone",
+    "its layers are not described in models/architectures yet",
 )
 _LATENT = _decoder(
     "with latent attention (MLA)",
-    "the cache here holds keys and values, and its files hold projections of a latent vector",
+    "what surrounds its attention differs from DeepSeek's",
 )
 _SPARSE = _decoder(
     "with sparse attention",
@@ -155,36 +155,30 @@ GROUPS = (
     Group(
         _RECURRENT,
         gguf=(
-            *("arwkv7", "bailingmoe3", "falcon-h1", "glm5-next", "granitehybrid", "jamba"),
-            *("kimi-k3", "kimi-linear", "mamba", "mamba2", "minimax-01", "nemotron_h"),
-            *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6"),
-            *("rwkv6qwen2", "rwkv7"),
+            *("arwkv7", "bailingmoe3", "glm5-next", "jamba", "kimi-k3", "kimi-linear", "mamba"),
+            *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
         ),
         types=(
-            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_h1", "falcon_mamba"),
-            *("glm5_next_text", "jamba", "kimi_linear", "lara_mini", "mamba"),
-            *("mamba2", "minimax", "minimax_text_01", "nemotron_h", "olmo_hybrid", "plamo2"),
-            *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv"),
-            *("rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba", "zamba2", "zaya"),
+            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_mamba", "glm5_next_text"),
+            *("jamba", "kimi_linear", "lara_mini", "mamba", "minimax", "minimax_text_01", "plamo2"),
+            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
+            *("zamba2", "zaya"),
         ),
     ),
     Group(
         _CONVOLUTIONS,
-        gguf=("lfm2", "lfm2moe"),
-        types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm2", "lfm2_moe", "lfm3"),
+        gguf=(),
+        types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm3"),
     ),
     Group(
         _LATENT,
-        gguf=("deepseek2", "minicpm3", "mistral4", "plm"),
-        types=("mistral4", "longcat_flash", "kimi_k2", "PLM"),
+        gguf=("plm",),
+        types=("longcat_flash", "PLM"),
     ),
     Group(
         _SPARSE,
-        gguf=("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3"),
-        types=(
-            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-            "minimax_m3_vl_text",
-        ),
+        gguf=("dots3note", "hy_v4", "minimax-m3"),
+        types=("axk2", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text"),
     ),
     Group(
         _RESIDUALS,
@@ -236,8 +230,6 @@ GROUPS = (
 FOLDERS = MappingProxyType(
     {
         "bitnet": ("bitnet",),
-        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        "minicpm3": ("minicpm3",),
     }
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from sdk.kernels.lazy_torch import Tensor, torch
@@ -79,14 +80,26 @@ def joined_parts(
     """The parts of :meth:`Source.columns`: each under its own name, and all as one, ``fused``."""
     found: list[Part] = []
     joined: list[tuple[int, int]] = []
-    first = offset = 0
-    for name, size, start, count in parts:
-        own = None if order is None else order[first : first + count] - first
-        found.append(
-            Part(f"{path}.{name}", (size, inputs), first, ((start, count),), (0, inputs), own)
-        )
-        joined.append((offset + start, count))
-        first += count
-        offset += size
-    all_parts = Part(fused, (offset, inputs), 0, tuple(joined), (0, inputs), order)
-    return found if found[0].path == fused else [*found, all_parts]
+    offsets, total = offsets_of(parts)
+    first = 0
+    for name, ranges in groupby(parts, key=lambda part: part[0]):
+        each = [(size, (start, count)) for _, size, start, count in ranges]
+        rows = tuple(own for _, own in each)
+        features = sum(count for _, count in rows)
+        own = None if order is None else order[first : first + features] - first
+        found.append(Part(f"{path}.{name}", (each[0][0], inputs), first, rows, (0, inputs), own))
+        joined += [(offsets[name] + start, count) for start, count in rows]
+        first += features
+    all_parts = Part(fused, (total, inputs), 0, tuple(joined), (0, inputs), order)
+    return [all_parts] if found[0].path == fused else [*found, all_parts]
+
+
+def offsets_of(parts: Sequence[tuple[str, int, int, int]]) -> tuple[dict[str, int], int]:
+    """Where the rows of each matrix begin if all are joined, and the rows of all together."""
+    offsets: dict[str, int] = {}
+    total = 0
+    for name, size, _, _ in parts:
+        if name not in offsets:
+            offsets[name] = total
+            total += size
+    return offsets, total

@@ -31,13 +31,15 @@ def all_but_every(period: int) -> SlidingRule:
 def chunked(fields: Fields) -> bool:
     """Whether windows begin at multiples of their size."""
     kinds = fields.values.get("layer_types")
-    if not fields.has("attention_chunk_size") or not isinstance(kinds, (list, tuple)):
-        return False
-    return "chunked_attention" in kinds
+    read = fields.has("attention_chunk_size")
+    return isinstance(kinds, (list, tuple)) and read and "chunked_attention" in kinds
 
 
-def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, itself included; ``None`` for all."""
+def sliding_windows(
+    fields: Fields, layers: int, rule: SlidingRule, others: Sequence[str] = ()
+) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, itself included; ``None`` for all. ``others``: names of
+    layers that a model has besides those that attend."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         sliding = rule(fields, layers)
@@ -46,11 +48,11 @@ def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int
             found = len(kinds) if isinstance(kinds, (list, tuple)) else kinds
             fields.fail("layer_types", f"a list of {layers} names", found)
         own = "chunked_attention" if chunked(fields) else "sliding_attention"
-        unknown = [k for k in kinds if k not in ("full_attention", own)]
+        known = ("full_attention", own, *others)
+        unknown = [k for k in kinds if k not in known]
         if unknown:
-            raise UnsupportedError(
-                f"config: layer_types: expected full_attention or {own}, found {unknown[0]!r}"
-            )
+            names = " or ".join((", ".join(known[:-1]), known[-1]))
+            raise UnsupportedError(f"config: layer_types: expected {names}, found {unknown[0]!r}")
         sliding = [kind == own for kind in kinds]
     if not any(sliding):
         return (None,) * layers

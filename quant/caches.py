@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_LINE = 64  # bytes of a cache line
 #: Bytes of an element of a state, by the name of its torch dtype.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -51,9 +52,14 @@ class StateCache(NamedTuple):
     parts: tuple[StatePart, ...]
 
     @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """What each part takes of one layer's state of one sequence: whole cache lines."""
+        return tuple(-(-part.nbytes // _LINE) * _LINE for part in self.parts)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one layer's state of one sequence."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(self.part_bytes)
 
 
 Cache = AttentionCache | StateCache
@@ -64,3 +70,14 @@ def window_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
     have one page table; those that keep all tokens are in no window group."""
     windows = (one.window for one in caches if isinstance(one, AttentionCache))
     return tuple(dict.fromkeys(window for window in windows if window is not None))
+
+
+def pages_in_window(window: int, tokens: int, page_size: int) -> int:
+    """The most pages that the next ``tokens`` of a request see and write, the first of which sees
+    ``window`` tokens, itself included."""
+    return (window + tokens - 3) // page_size + 2 if window + tokens > 2 else 1
+
+
+def tokens_in_window(window: int, pages: int, page_size: int) -> int:
+    """The most tokens for which :func:`pages_in_window` is at most ``pages``."""
+    return (pages - 1) * page_size - window + 2

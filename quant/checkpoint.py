@@ -77,6 +77,9 @@ class Checkpoint(Protocol):
     def has(self, name: str) -> bool:
         """Whether the file has a matrix or tensor ``name``."""
 
+    def alike(self, one: str, other: str) -> bool:
+        """Whether two matrices are one stored twice, as far as some parts of them show."""
+
     def entries(self) -> Sequence[TensorEntry]:
         """All tensors under the file's own names; a packed layer is one entry."""
 
@@ -111,6 +114,9 @@ class LoadedCheckpoint:
         raise self._has_none(name)
 
     def has(self, name: str) -> bool:
+        return False
+
+    def alike(self, one: str, other: str) -> bool:
         return False
 
     def entries(self) -> Sequence[TensorEntry]:

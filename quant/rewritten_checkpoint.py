@@ -58,6 +58,9 @@ class RewrittenCheckpoint:
     def has(self, name: str) -> bool:
         return self.inner.has(name)
 
+    def alike(self, one: str, other: str) -> bool:
+        return self.inner.alike(one, other)
+
     def entries(self) -> Sequence[TensorEntry]:
         return self.inner.entries()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
-from sdk.quant.caches import AttentionCache
+from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -214,7 +214,9 @@ class KVSpec:
     Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` of the types in
     ``dtype`` (see :class:`KVTypes`): floats, or codes with a scale per token, head and group.
     Tiered pages, ``float16>int8>int4``, count as pages of the first type.
-    ``caches``: the shape of each layer's, where layers differ.
+    ``caches``: what each layer keeps, where layers differ; empty: keys and values of all tokens.
+    ``windows``: of the window groups, which have memory of their own; empty: all layers keep all
+    tokens.
     """
 
     num_layers: int
@@ -222,13 +224,42 @@ class KVSpec:
     head_dim: int
     page_size: int
     dtype: str = "float16"
-    caches: tuple[AttentionCache, ...] = ()
+    caches: tuple[Cache, ...] = ()
+    windows: tuple[int, ...] = ()
 
     def cache(self, layer: int) -> AttentionCache:
         """The shape of one layer's keys and values."""
-        if self.caches:
-            return self.caches[layer]
-        return AttentionCache(self.kv_heads, self.head_dim, self.head_dim)
+        if not self.caches:
+            return AttentionCache(self.kv_heads, self.head_dim, self.head_dim)
+        found = self.caches[layer]
+        assert isinstance(found, AttentionCache)  # not one of a state's: see region
+        return found
+
+    def region(self, layer: int) -> int:
+        """In which memory a layer's cache is: 0 is that of pages, which has all layers that keep
+        all tokens, ``1 + group`` that of a window group's frames, and the last that of states."""
+        if not self.caches:
+            return 0
+        found = self.caches[layer]
+        if isinstance(found, StateCache):
+            return self.num_regions - 1
+        return 1 + self.windows.index(found.window) if found.window in self.windows else 0
+
+    @property
+    def num_regions(self) -> int:
+        """How many memories there are; some may be empty."""
+        return 2 + len(self.windows)
+
+    def layers_in(self, region: int) -> list[int]:
+        """The layers whose caches are in one memory."""
+        return [layer for layer in range(self.num_layers) if self.region(layer) == region]
+
+    def region_bytes(self, region: int) -> int:
+        """Bytes of one page, of one frame, or of one sequence's states, over all layers there."""
+        layers = self.layers_in(region)
+        if region == self.num_regions - 1:
+            return sum(one.nbytes for one in self.caches if isinstance(one, StateCache))
+        return self.page_bytes if region == 0 else sum(map(self.layer_bytes, layers))
 
     def parts(self, layer: int) -> tuple[KVPart, KVPart]:
         """The keys and the values of one layer in one page."""
@@ -272,7 +303,7 @@ class KVSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers.
+        """Bytes of one page over all layers that keep all tokens.
 
         Two tiered pages's next tier fit into one page. With 64 dimensions the scales of int8
         make float16 pages 3 % larger, those of int4 9 %.
@@ -280,7 +311,7 @@ class KVSpec:
         tiers = self.tiers
         most = 0
         for index, tier in enumerate(tiers):
-            size = sum(tier.layer_bytes(layer) for layer in range(self.num_layers))
+            size = sum(tier.layer_bytes(layer) for layer in self.layers_in(0))
             most = max(most, size << index)
         line = _LINE << len(tiers) - 1 if len(tiers) > 1 else 1
         return -(-most // line) * line

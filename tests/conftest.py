@@ -27,6 +27,7 @@ from tests.left_out import (  # noqa: F401  (hooks, found by name)
 
 if TYPE_CHECKING:
     from tests.drafting_heads import TinyHeads
+    from tests.next_token import NextToken
 
 # Workers of pytest-xdist share the cores, and so do the processes they start: torch's threads, one
 # for each core in every process, would spin for each other's. The engines' own threads sleep.
@@ -66,6 +67,15 @@ def tiny_heads(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyHe
     from tests.drafting_heads import write_tiny_heads  # imports transformers
 
     return write_tiny_heads(tmp_path_factory.mktemp("heads"), golden / "arch-llama3" / "hf")
+
+
+@pytest.fixture(scope="session")
+def tiny_next_token(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> NextToken:
+    """A tiny GLM-4.5 with a block of multi-token prediction."""
+    from tests.next_token import write_next_token  # imports transformers
+
+    folder = tmp_path_factory.mktemp("next_token")
+    return write_next_token(folder, tokenizer=golden / "arch-llama3" / "hf")
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ NAMES = {
     "stablelm": "stablelm",
     "phi": "phi2",
     "starcoder2": "starcoder2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "mistral4": "mistral4",
+    "minicpm3": "minicpm3",
+    "youtu": "deepseek2",
 }
 #: The key of a config's eps, for models with LayerNorm.
 _LAYER_NORM_EPS = {
@@ -76,6 +81,14 @@ _LAYER = {
     "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
@@ -196,7 +209,13 @@ def gguf_of(
         if arch in _PERMUTED and part in heads:
             pairs = rows.reshape(heads[part], 2, width // 2, -1)
             rows = pairs.transpose(1, 2).reshape(rows.shape)
-        for own, part in _split(stem, rows):
+        if part == "kv_b_proj" and "attention.key_length_mla" in (metadata or {}):
+            each = rows.view(c.num_attention_heads, -1, c.kv_lora_rank)
+            keys, values = each.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+            split = ((stem.replace("kv_b", "k_b"), keys.mT), (stem.replace("kv_b", "v_b"), values))
+        else:
+            split = tuple(_split(stem, rows))
+        for own, part in split:
             data = np.ascontiguousarray(part.numpy(), "<f4")
             file.tensors[_name(own, arch) + f".{suffix}"] = (data.shape[::-1], 0, data.tobytes())
     return file

@@ -129,7 +129,7 @@ class CpuBackend:
         return self._implementations.get(op, ())
 
     def _others(self) -> dict[str, Sequence[Any]]:
-        """Operators of adapters, experts, several ranks and KV tiers: most engines have none."""
+        """Operators of adapters, experts, latents, ranks, KV tiers, states: for few engines."""
         from sdk.kernels.cpu.exchange import AllGather, AllReduce, Receive, Send
         from sdk.kernels.cpu.low_rank import LowRank
         from sdk.kernels.cpu.moe import (
@@ -141,6 +141,8 @@ class CpuBackend:
             Route,
         )
         from sdk.kernels.cpu.recode import RecodePage
+        from sdk.kernels.cpu.rope import LatentRopeAndCache
+        from sdk.kernels.cpu.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
 
         runtime = self.runtime
         return {
@@ -150,6 +152,7 @@ class CpuBackend:
             "send": (Send(runtime),),
             "receive": (Receive(runtime),),
             "route": (Route(runtime),),
+            "latent_rope_and_cache": (LatentRopeAndCache(runtime),),
             "group": (Group(runtime),),
             "group_ranks": (Group(runtime),),
             "add_owners_bias": (AddOwnersBias(runtime),),
@@ -157,6 +160,11 @@ class CpuBackend:
             "combine_ranks": (CombineRanks(runtime),),
             "gather_ranks": (GatherRanks(runtime),),
             "recode_page": (RecodePage(runtime),),
+            "causal_conv": (CausalConv(runtime),),
+            "gated_delta": (GatedDelta(runtime),),
+            "ssd": (StateSpace(runtime),),
+            "rates": (Rates(runtime),),
+            "gated_norm": (GatedNorm(runtime),),
         }
 
     @contextmanager

@@ -44,7 +44,8 @@ class Attention:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         inner_contiguous(q, torch.float32, "attention q")
-        check_levels(pages, kv_heads, head_dim)
+        value_dim = out.shape[1] // heads
+        check_levels(pages, kv_heads, head_dim, value_dim)
         sinks, slopes = _by_head("sinks", sinks, heads), _by_head("slopes", slopes, heads)
         if biases is not None:
             biases = floats(biases, "attention biases")
@@ -86,6 +87,8 @@ class Attention:
             not causal,
             0 if biases is None else biases.shape[1] // 2,
             chunked,
+            value_dim,
+            pages.latent,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 

@@ -30,7 +30,8 @@ _KINDS = {
     "relu2": 5,
     "xielu": 6,
 }
-_GATES = {"sigmoid": 0, "softplus": 1, "linear": 2}
+#: With the numbers of native/abi.hpp.
+GATE_KINDS = {"sigmoid": 0, "softplus": 1, "silu": 2, "linear": 3}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 
@@ -171,7 +172,7 @@ class Gate:
                 f"{list(x.shape)} with strides {x.stride()}"
             )
         pointers = x.data_ptr(), gate.data_ptr()
-        args = GateArgs(*pointers, x.shape[1] // gates, gates, gate.stride(0), _GATES[kind])
+        args = GateArgs(*pointers, x.shape[1] // gates, gates, gate.stride(0), GATE_KINDS[kind])
         self._runtime.run(OpKind.GATE, args, rows, "gate")
 
 

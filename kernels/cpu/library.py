@@ -25,7 +25,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 32
+ABI_VERSION = 40
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -70,6 +70,12 @@ class OpKind(IntEnum):
     COMBINE_RANKS = 21
     GATHER_RANKS = 22
     GATE = 23
+    CONV = 24
+    DELTA = 25
+    SPACE = 26
+    RATES = 27
+    GATED_NORM = 28
+    HEADS = 29
 
 
 class Count(IntEnum):
@@ -173,6 +179,14 @@ class ExpertsArgs(Structure):
         *((name, c_void_p) for name in ("experts", "starts", "active")),
         ("count", c_int64),
         ("k", c_int32),
+    ]
+
+
+class HeadsArgs(Structure):
+    _fields_ = [
+        ("each", LinearArgs),
+        ("heads", c_void_p),
+        *((name, c_int64) for name in ("count", "x_token", "x_head", "out_head")),
     ]
 
 
@@ -326,6 +340,82 @@ class TransferArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("link", "x")),
         *((name, c_int64) for name in ("width", "rows")),
+    ]
+
+
+class StateRows(Structure):
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("query_start", "initial", "save_start", "save_token", "save_slot", "state")
+        ),
+        *((name, c_int64) for name in ("slots", "slot_step", "tokens", "saves", "requests")),
+    ]
+
+
+class ConvArgs(Structure):
+    _fields_ = [
+        ("rows", StateRows),
+        *((name, c_void_p) for name in ("x", "weight", "bias", "before", "after", "out")),
+        *(
+            (name, c_int64)
+            for name in ("x_token", "before_token", "after_token", "width", "chunks")
+        ),
+        *((name, c_int32) for name in ("taps", "silu")),
+    ]
+
+
+class DeltaArgs(Structure):
+    _fields_ = [
+        ("rows", StateRows),
+        *((name, c_void_p) for name in ("q", "k", "v", "decay", "beta", "out")),
+        *(
+            (name, c_int64)
+            for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
+        ),
+        *((name, c_int64) for name in ("decay_token", "decay_head", "beta_token", "beta_head")),
+        *(
+            (name, c_int32)
+            for name in ("key_heads", "heads", "key_dim", "value_dim", "tiled", "by_row")
+        ),
+        *((name, c_int32) for name in ("normalized", "splits")),
+        *((name, c_float) for name in ("eps", "scale")),
+    ]
+
+
+class SpaceArgs(Structure):
+    _fields_ = [
+        ("rows", StateRows),
+        *((name, c_void_p) for name in ("x", "dt", "a", "b", "c", "d")),
+        ("out", c_void_p),
+        *(
+            (name, c_int64)
+            for name in ("x_token", "x_head", "dt_token", "dt_head", "b_token", "b_group")
+        ),
+        *((name, c_int64) for name in ("c_token", "c_group")),
+        *((name, c_int32) for name in ("heads", "groups", "width", "size", "splits")),
+    ]
+
+
+class RatesArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "bias", "factor", "out")),
+        *((name, c_int64) for name in ("x_token", "width", "factors")),
+        *((name, c_int32) for name in ("kind", "limited")),
+        *((name, c_float) for name in ("low", "high")),
+    ]
+
+
+class GatedNormArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gate", "weight", "out")),
+        *(
+            (name, c_int64)
+            for name in ("width", "heads", "x_token", "x_head", "gate_token", "gate_head")
+        ),
+        ("weight_head", c_int64),
+        *((name, c_int32) for name in ("kind", "first")),
+        ("eps", c_float),
     ]
 
 

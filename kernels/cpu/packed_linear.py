@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import EmbeddingArgs, ExpertsArgs, FilePart, LinearArgs, OpKind
+from sdk.kernels.cpu.library import (
+    EmbeddingArgs,
+    ExpertsArgs,
+    FilePart,
+    HeadsArgs,
+    LinearArgs,
+    OpKind,
+)
 from sdk.kernels.cpu.packed_weight import (
     BLOCK_SOURCES,
     TILE_DEPTH,
@@ -153,6 +160,19 @@ class PackedLinear:
         pointers = (addressof(group.addresses), routes.starts.data_ptr(), routes.active.data_ptr())
         args = ExpertsArgs(each, *pointers, len(group.weights), routes.weights.shape[1])
         self._runtime.run(OpKind.EXPERTS, args, out.shape[0], "experts")
+
+    def matmul_heads(self, group: ExpertWeights, x: Tensor, out: Tensor) -> None:
+        """``out[t, h] = x[t, h] @ w[h].T``; tokens and heads of both may be apart."""
+        for name, one in (("x", x), ("out", out)):
+            if one.dtype != torch.float32 or one.device.type != "cpu":
+                raise KernelError(
+                    f"heads {name}: expected float32 on cpu, found {one.dtype} on {one.device}"
+                )
+        each = self._arguments(group.weights[0], x, out)
+        each.file = _address(group.file)
+        count = len(group.weights)
+        args = HeadsArgs(each, addressof(group.addresses), count, *x.stride()[:2], out.stride(1))
+        self._runtime.run(OpKind.HEADS, args, x.shape[0] * count, "heads")
 
     def _arguments(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
         return LinearArgs(

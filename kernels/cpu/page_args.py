@@ -22,13 +22,14 @@ class PageLevel(Structure):
 class RopeArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
-        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm", "positions")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm", "positions", "q_turned")),
         ("pages", PageLevel),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
+        *((name, c_int64) for name in ("turned_token", "turned_head")),
         *((name, c_int64) for name in ("num_pages", "length", "shift")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
-        ("norm_after", c_int32),
+        *((name, c_int32) for name in ("value_dim", "norm_after")),
         *((name, c_float) for name in ("eps", "beta")),
     ]
 
@@ -44,10 +45,8 @@ class AttentionArgs(Structure):
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
         ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
-        *(
-            (name, c_int32)
-            for name in ("query_tile", "split_blocks", "both_ways", "reach", "chunked")
-        ),
+        *((name, c_int32) for name in ("query_tile", "split_blocks", "both_ways", "reach")),
+        *((name, c_int32) for name in ("chunked", "value_dim", "latent")),
     ]
 
 

@@ -40,7 +40,8 @@ class RopeAndCache:
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         half = cos.shape[1]
-        if v.shape != k.shape or q.shape[0] != tokens or q.shape[2] != head_dim:
+        value_dim = v.shape[2]
+        if v.shape[:2] != k.shape[:2] or q.shape[0] != tokens or q.shape[2] != head_dim:
             raise KernelError(
                 f"rope: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not agree"
             )
@@ -53,26 +54,30 @@ class RopeAndCache:
             raise KernelError(f"rope: expected int64 slots [{tokens}], found {batch.slots.shape}")
         for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
             inner_contiguous(x, torch.float32, f"rope {name}")
-        check_pages(pages, kv_heads or pages.k.shape[1], head_dim)
+        check_pages(pages, kv_heads or pages.k.shape[1], head_dim, value_dim)
         own = [None] * 3 if norms is None else [norms.q, norms.k, norms.v]
         weights = [None if norm is None else norm.weight for norm in own]
         if norms is not None and not norms.plain:
             raise KernelError("rope: expected RMSNorms with one weight for all heads")
-        for name, weight in zip("qkv", weights, strict=True):
+        widths = (head_dim, head_dim, value_dim)
+        for name, weight, width in zip("qkv", weights, widths, strict=True):
             if weight is not None:
                 inner_contiguous(weight, torch.float32, f"rope {name} norm")
-                expect(f"rope {name} norm", weight, torch.float32, head_dim)
+                expect(f"rope {name} norm", weight, torch.float32, width)
         slots, centre = batch.slots.contiguous(), pages.k_centre
         positions = None if scale is None else batch.positions.contiguous()
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
             *(None if x is None else x.data_ptr() for x in (centre, *weights, positions)),
+            None,
             page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
             cos.stride(0),
             sin.stride(0),
+            0,
+            0,
             pages.k.shape[0],
             1 if scale is None else scale.length,
             0 if scale is None else scale.shift,
@@ -81,11 +86,72 @@ class RopeAndCache:
             head_dim,
             half,
             pages.page_size,
+            value_dim,
             norms is not None and norms.after,
             0.0 if norms is None else norms.q.eps,
             0.0 if scale is None else scale.beta,
         )
         self._runtime.run(OpKind.ROPE, args, tokens, "rope_and_cache")
+
+
+class LatentRopeAndCache:
+    """See :meth:`sdk.kernels.latent.LatentOps.rope_and_cache`."""
+
+    name = "cpu.latent_rope_and_cache"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return reject(problem)
+
+    def run(
+        self,
+        q: Tensor,
+        turned: Tensor,
+        latent: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        pages: KVPages,
+        scale: QueryScale | None = None,
+    ) -> None:
+        tokens, heads, head_dim = q.shape
+        kv_heads, value_dim = latent.shape[1:]
+        named = {"q": q, "turned": turned, "latent": latent, "k": k, "cos": cos, "sin": sin}
+        for name, x in named.items():
+            inner_contiguous(x, torch.float32, f"latent rope {name}")
+        check_pages(pages, kv_heads, head_dim, value_dim)
+        slots, centre = batch.slots.contiguous(), pages.k_centre
+        positions = None if scale is None else batch.positions.contiguous()
+        args = RopeArgs(
+            *(x.data_ptr() for x in (q, k, latent, cos, sin, slots)),
+            None if centre is None else centre.data_ptr(),
+            *((None,) * 3),
+            None if positions is None else positions.data_ptr(),
+            turned.data_ptr(),
+            page_sides(pages),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *latent.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            *turned.stride()[:2],
+            pages.k.shape[0],
+            1 if scale is None else scale.length,
+            0 if scale is None else scale.shift,
+            heads,
+            kv_heads,
+            head_dim,
+            cos.shape[1],
+            pages.page_size,
+            value_dim,
+            False,
+            0.0,
+            0.0 if scale is None else scale.beta,
+        )
+        self._runtime.run(OpKind.ROPE, args, tokens, "latent_rope_and_cache")
 
 
 class RopeAngles:

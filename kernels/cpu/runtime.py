@@ -34,6 +34,9 @@ _STATUS = {
     5: "another rank ended, gave up or did not answer in time",
 }
 _RANK_LOST = 5
+_OVER_REQUESTS = frozenset(
+    (OpKind.ATTENTION, OpKind.PLACES, OpKind.CONV, OpKind.DELTA, OpKind.SPACE)
+)
 
 
 class NativeRuntime:
@@ -100,8 +103,8 @@ class NativeRuntime:
         check(self.library.embedlm_unpack(self.handle, view, data, row_bytes), "unpack")
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
-        """Run one operator over ``rows`` rows (attention and places: requests); while a program is
-        being recorded, add it to the program.
+        """Run one operator over ``rows`` rows (attention, places, states: requests); while a
+        program is being recorded, add it to the program.
 
         :raises KernelError: naming ``what``, when the library reports an error.
         """
@@ -166,7 +169,7 @@ class Program:
         elif kind is OpKind.GATHER_RANKS:
             self._count, self._gathered = Count.GATHERED, rows
         count = self._count
-        if kind in (OpKind.ATTENTION, OpKind.PLACES):
+        if kind in _OVER_REQUESTS:
             count = Count.REQUESTS
         elif kind is OpKind.COMBINE_RANKS and count is Count.GATHERED:  # into this rank's tokens
             self._count = Count.TOKENS

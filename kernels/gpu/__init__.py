@@ -145,7 +145,7 @@ def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
-    from sdk.kernels.gpu import elementwise, experts, low_rank, norm, rope, sampling
+    from sdk.kernels.gpu import elementwise, experts, latent, low_rank, norm, rope, sampling, states
     from sdk.kernels.gpu.attention import Attention
     from sdk.kernels.gpu.cache_keys import settle_cache_keys
     from sdk.kernels.gpu.cudnn_attention import CudnnAttention
@@ -186,13 +186,19 @@ def open_backend(
                 CudnnAttention(tuning, fixed=fixed),
                 Attention(False, programs=tuning.programs, fixed=fixed),
                 Attention(True, programs=tuning.programs, fixed=fixed),
+                *(
+                    latent.LatentAttention(exact, programs=tuning.programs, fixed=fixed)
+                    for exact in (False, True)
+                ),
             ),
             **rope.OPS,
+            **latent.OPS,
             **norm.OPS,
             **elementwise.OPS,
             **experts.OPS,
             **low_rank.OPS,
             **sampling.OPS,
+            **states.OPS,
         },
         tuning.programs,
         on_card=torch.device(device).type != "cpu",

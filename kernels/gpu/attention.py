@@ -67,6 +67,8 @@ class Attention:
             return 'its products round to 16 bits, but compute="exact"'
         if "biases" in problem.format.split():
             return "biases of scores by distance (MPNet, T5): expected linear ones or none"
+        if "latent" in problem.format.split():
+            return "values that are parts of keys (latent attention): it reads both"
         return reject(problem)
 
     def run(
@@ -116,13 +118,15 @@ class Attention:
         step.prefill(step.prompt_tile, fewest=fewest)
 
     def _dot(self, side: PageSide) -> Any:
-        """The type of a product's operands; cards before 8.0 do not support bfloat16."""
-        dtype = side.codes.dtype
-        if self._exact:
-            return tl.float32
-        if dtype == torch.bfloat16 and not INTERPRETED:
-            return tl.float32 if old_card(side.codes.device) else tl.bfloat16
-        return _DOTS.get(dtype, tl.float16)
+        return tl.float32 if self._exact else dot_type(side)
+
+
+def dot_type(side: PageSide) -> Any:
+    """The type of a product's operands; cards before 8.0 do not support bfloat16."""
+    dtype = side.codes.dtype
+    if dtype == torch.bfloat16 and not INTERPRETED:
+        return tl.float32 if old_card(side.codes.device) else tl.bfloat16
+    return _DOTS.get(dtype, tl.float16)
 
 
 class Step:
@@ -160,7 +164,7 @@ class Step:
         self.constants = {
             **_side_constants("K", k, dots[0]),
             **_side_constants("V", v, dots[1]),
-            "CONVERT": _convert(q.device).value,
+            "CONVERT": convert_of(q.device).value,
             "WIDEN": INTERPRETED,
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
@@ -195,7 +199,7 @@ class Step:
         # Registers and shared memory for one query: at most 168 of a thread on NVIDIA's cards, but
         # 203 with 8-bit floats converted byte by byte; 38 KiB with 128 dimensions.
         slim = self.block_d <= 128 and self.few_warps == 4
-        slow = _convert(q.device).value == BYTES.value and {k.kind, v.kind} & _FLOAT8_KINDS
+        slow = convert_of(q.device).value == BYTES.value and {k.kind, v.kind} & _FLOAT8_KINDS
         fits = self.block_d < 128 or _capability(q.device) in _ROOMY
         #: Programs of decode attention with one query that run on a processor at a time.
         self.resident = 3 if slim and fits and not slow else 2
@@ -355,7 +359,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _convert(device: torch.device) -> Any:
+def convert_of(device: torch.device) -> Any:
     """See ``page_codes.py``."""
     found = _capability(device)
     return FLOAT8 if found >= (8, 9) else BYTES if found > (0, 0) else PORTABLE

@@ -22,7 +22,7 @@ from sdk.kernels.gpu.page_codes import mixed
 
 
 @triton.jit
-def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
+def request_of(query_start, tile, requests, QUERIES: tl.constexpr):
     """The last request whose tiles begin at or before this one."""
     request = tile * 0
     high = requests
@@ -56,7 +56,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, kv_head = index // kv_heads, index % kv_heads
-    request = _request_of(query_start, tile, requests, QUERIES)
+    request = request_of(query_start, tile, requests, QUERIES)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     begin = (tile - start // QUERIES - request) * QUERIES

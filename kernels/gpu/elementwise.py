@@ -101,10 +101,8 @@ def gate_kernel(
     x, gate, gate_stride,
     WIDTH: tl.constexpr, GATES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of columns): runs of ``WIDTH`` numbers times the function of a gate.
-
-    ``KIND``: its number in ``mlp_activations.GATES``.
-    """
+    """Grid (rows, blocks of columns): runs of ``WIDTH`` numbers times the function of a gate, by
+    its number in ``GATES`` of mlp_activations."""
     after_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,6 +116,8 @@ def gate_kernel(
         lost = below / tl.where(total == 1.0, 1.0, total - 1.0)
         rest = tl.where(total == 1.0, below, tl.log(total) * lost)
         factor = tl.maximum(factor, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
+    elif KIND == 2:
+        factor = factor * tl.sigmoid(factor)
     elif KIND == 0:
         factor = tl.sigmoid(factor)
     place = x + row * WIDTH * GATES + column

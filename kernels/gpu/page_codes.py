@@ -133,7 +133,7 @@ def load_values(
             x = _nibble(x, (column >= HEAD_DIM // 2)[None, :], CONVERT).to(DOT)
             x = x - ((step >> 8) & 255).to(DOT) * 0.0625
         else:
-            x = _decoded(x, KIND, CONVERT).to(DOT)
+            x = decoded(x, KIND, CONVERT).to(DOT)
         if GROUP:
             x = x * _size(step, KIND).to(DOT)
         if CONVERT and not WIDEN and x.dtype.primitive_bitwidth == 16:  # noqa: SIM102
@@ -191,7 +191,7 @@ def _nibble(x, upper, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def _decoded(x, KIND: tl.constexpr, CONVERT: tl.constexpr):
+def decoded(x, KIND: tl.constexpr, CONVERT: tl.constexpr):
     """8-bit codes as float16, exactly."""
     if KIND == E4M3 and CONVERT == FLOAT8:
         x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -31,6 +31,8 @@ def reject(problem: Problem) -> str | None:
     for name in problem.kv_dtype.split("/"):
         if name not in _NAMES:
             return f"KV pages of {name}: expected {', '.join(_NAMES)}"
+    if problem.value_dim:
+        return f"values of {problem.value_dim} dimensions: expected {problem.head_dim}, as keys"
     if problem.head_dim % 8 or not 0 < problem.head_dim <= MAX_HEAD_DIM:
         return f"head_dim {problem.head_dim}: expected a multiple of 8 up to {MAX_HEAD_DIM}"
     return None
@@ -68,6 +70,14 @@ def page_sides(pages: KVPages, head_dim: int) -> tuple[PageSide, PageSide]:
         _side(pages.k_type, pages.k, pages.k_scale, head_dim),
         _side(pages.v_type, pages.v, pages.v_scale, head_dim),
     )
+
+
+def key_side(pages: KVPages, head_dim: int) -> PageSide:
+    """Keys alone, those of latent pages.
+
+    :raises KernelError: see :func:`page_sides`.
+    """
+    return _side(pages.k_type, pages.k, pages.k_scale, head_dim)
 
 
 def _side(kv_type: KVType, codes: Tensor, scales: Tensor | None, head_dim: int) -> PageSide:

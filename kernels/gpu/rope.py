@@ -60,7 +60,7 @@ def _rotated(
 
 
 @triton.jit
-def _write(
+def write_rows(
     x, codes, scales, slot, head, real, page_stride, head_stride, slot_stride, scale_page,
     scale_group,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -150,7 +150,7 @@ def rope_kernel(
             if CENTRE:
                 at_centre = head[:, None] * HEAD_DIM + column[None, :]
                 turned -= tl.load(k_centre + at_centre, mask=mask, other=0.0)
-            _write(
+            write_rows(
                 turned, k_codes, k_scale, slot, head, real,
                 k_page, k_row, k_slot, k_scale_page, k_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, K_KIND, K_GROUPS, K_GROUP, K_MIX,
@@ -160,7 +160,7 @@ def rope_kernel(
             values = tl.load(v + at_value, mask=mask, other=0.0).to(tl.float32)
             if v_norm is not None:
                 values = _normalized(values, column, v_norm, eps, HEAD_DIM)
-            _write(
+            write_rows(
                 values, v_codes, v_scale, slot,
                 head, real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, V_KIND, V_GROUPS, V_GROUP, V_MIX,

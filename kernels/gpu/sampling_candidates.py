@@ -143,10 +143,11 @@ def bounds_kernel(
 ):  # fmt: skip
     """Grid (rows): ``bounds`` int32 ``[R, 6]`` and ``begins`` int32 ``[R, chunks]``.
 
-    Bounds are the number of candidates; how many other tokens are kept for sure; the bits of two
-    differences from the maximum, the largest of tokens that are sure (-1 if none is) and the
-    largest of candidates; and the bits of two gaps, between which the first cut of ``top_k`` or
-    ``top_p`` is. If there is no room for the candidates, their number is -1, and nothing is sure.
+    Bounds are the number of candidates; the number of other tokens that are certainly kept; the
+    bits of two differences from the maximum, the largest among the certain tokens (-1 without any)
+    and the largest among the candidates; and the bits of two gaps, between which the first cut of
+    ``top_k`` or ``top_p`` lies. If the candidates do not fit, their number is -1, and no token
+    counts as certain.
     ``begins``: how many candidates are in the chunks before each chunk.
     """
     after_earlier()

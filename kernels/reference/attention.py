@@ -46,9 +46,11 @@ class Attention:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
         wide = torch.float64 if q.is_cuda else torch.float32
-        view, q = torch.empty_like(q, dtype=torch.float32), q.to(wide)
+        view = torch.empty(*q.shape[:2], out.shape[1] // q.shape[1], device=q.device)
+        q = q.to(wide)
         for r, length in enumerate(lengths):
-            k, v = (x.to(wide) for x in _gather(pages, batch.page_table[r], length))
+            width = out.shape[1] // q.shape[1]
+            k, v = (x.to(wide) for x in _gather(pages, batch.page_table[r], length, width))
             first_position = length - (starts[r + 1] - starts[r])
             for begin in range(starts[r], starts[r + 1], QUERY_TILE):
                 end = min(begin + QUERY_TILE, starts[r + 1])
@@ -56,19 +58,22 @@ class Attention:
                 known = position + end - begin if causal else length
                 options = scale, window, softcap, sinks, slopes, causal, biases, chunked
                 view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
-        out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
+        mixes = pages.k_mixed if pages.latent else pages.v_mixed
+        also = pages.head_dim if pages.latent else 0
+        out.view(view.shape).copy_(mixed(view, also) if mixes else view)
 
 
-def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """One request's keys and values, float32 ``[kv_heads, padded length, head_dim]``."""
+def _gather(pages: KVPages, table: Tensor, length: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """One request's keys and values, float32 ``[kv_heads, padded length, width]``."""
     count = -(-length // pages.page_size)
     padded = -(-length // KEY_TILE) * KEY_TILE
     ids = torch.tensor([page_tier(page) for page in table[:count].tolist()], device=table.device)
-    shape = (count, pages.k.shape[1], pages.page_size, pages.head_dim)
-    sides = [torch.empty(shape, device=table.device) for _ in range(2)]
+    shape = (count, pages.k.shape[1], pages.page_size)
+    widths = pages.head_dim, value_dim
+    sides = [torch.empty(*shape, width, device=table.device) for width in widths]
     for tier, part in enumerate(pages.tiers):
         here = ids[:, 0] == tier
-        for x, floats in zip(sides, page_floats(part, ids[here, 1]), strict=True):
+        for x, floats in zip(sides, page_floats(part, ids[here, 1], value_dim), strict=True):
             x[here] = floats
     gathered = []
     for x in sides:
@@ -94,7 +99,7 @@ def _tile(
     chunked: bool,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
-    tokens; shaped as q."""
+    tokens: ``[tokens, heads, value_dim]``."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
@@ -112,7 +117,7 @@ def _tile(
     if slopes is not None:
         slopes = slopes.to(q.dtype).reshape(kv_heads, group, 1, 1)
         slopes = slopes.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
-    result = torch.zeros_like(q)
+    result = q.new_zeros(*q.shape[:2], v.shape[2])
     for begin in range(0, known, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
         hidden = (keys > at) if causal else (keys >= known)
@@ -134,8 +139,8 @@ def _tile(
         total = total * shrink + weight.sum(dim=-1, keepdim=True)
         result = result * shrink + torch.bmm(weight, v[:, begin : begin + KEY_TILE])
         best = peak
-    result = (result / total).reshape(kv_heads, group, QUERY_TILE, head_dim)
-    return result.permute(2, 0, 1, 3).reshape(QUERY_TILE, heads, head_dim)[:tokens]
+    result = (result / total).reshape(kv_heads, group, QUERY_TILE, -1)
+    return result.permute(2, 0, 1, 3).reshape(QUERY_TILE, heads, -1)[:tokens]
 
 
 def _by_distance(biases: Tensor, distance: Tensor, kv_heads: int) -> Tensor:

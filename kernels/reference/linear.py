@@ -65,6 +65,10 @@ class ReferenceLinear:
         for expert, rows, own in routes.parts(x, by_token):
             self.matmul(group[expert], own, out[rows])
 
+    def matmul_heads(self, group: Sequence[Layout], x: Tensor, out: Tensor) -> None:
+        for head, own in enumerate(group):
+            self.matmul(own, x[:, head], out[:, head])
+
 
 class ReferenceLinearAsFile(ReferenceLinear):
     """Quantizes activations as the weight's file asks (``fake_quantize.py``)."""

@@ -58,6 +58,8 @@ class Gate:
             factor = torch.sigmoid(factor)
         elif kind == "softplus":
             factor = torch.nn.functional.softplus(factor)
+        elif kind == "silu":
+            factor = torch.nn.functional.silu(factor)
         runs = x.view(*gate.shape, -1)
         runs.copy_(runs.float() * factor.unsqueeze(2))
 

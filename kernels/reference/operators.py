@@ -21,8 +21,9 @@ from sdk.kernels.reference.moe import (
 )
 from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActivation, Normalize
 from sdk.kernels.reference.recode import RecodePage
-from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
+from sdk.kernels.reference.rope import LatentRopeAndCache, RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
+from sdk.kernels.reference.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
 
 
 def operators() -> dict[str, Sequence[Any]]:
@@ -52,7 +53,13 @@ def operators() -> dict[str, Sequence[Any]]:
         "take_columns": (TakeColumns(),),
         "find_places": (Places(),),
         "rope_and_cache": (RopeAndCache(),),
+        "latent_rope_and_cache": (LatentRopeAndCache(),),
         "attention": (Attention(),),
         "recode_page": (RecodePage(),),
         "sample": (Sample(),),
+        "causal_conv": (CausalConv(),),
+        "gated_delta": (GatedDelta(),),
+        "ssd": (StateSpace(),),
+        "rates": (Rates(),),
+        "gated_norm": (GatedNorm(),),
     }

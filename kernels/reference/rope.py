@@ -82,6 +82,44 @@ class RopeAndCache:
                 scales[page, :, offset] = steps.flatten(1)
 
 
+class LatentRopeAndCache:
+    """See :meth:`sdk.kernels.latent.LatentOps.rope_and_cache`."""
+
+    name = "reference.latent_rope_and_cache"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        q: Tensor,
+        turned: Tensor,
+        latent: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        pages: KVPages,
+        scale: QueryScale | None = None,
+    ) -> None:
+        value_dim = latent.shape[2]
+        whole = torch.cat((q[..., :value_dim].float(), rotate(turned.float(), cos, sin)), dim=-1)
+        if scale is not None:
+            times = torch.div(batch.positions, scale.length, rounding_mode="floor").float()
+            whole = whole * (1.0 + scale.beta * torch.log1p(times))[:, None, None]
+        q.copy_(mixed(whole, value_dim) if pages.k_mixed else whole)
+        key = torch.cat((latent.float(), rotate(k.float(), cos, sin)), dim=-1)
+        if pages.k_centre is not None:
+            key = key - pages.k_centre
+        page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
+        offset = batch.slots % pages.page_size
+        groups = 0 if pages.k_scale is None else pages.k_scale.shape[1] // pages.k.shape[1]
+        codes, steps = encode(key, pages.k_type, groups, mix=pages.k_mixed, also=value_dim)
+        pages.k[page, :, offset] = codes
+        if pages.k_scale is not None and steps is not None:
+            pages.k_scale[page, :, offset] = steps.flatten(1)
+
+
 class RopeAngles:
     """cos and sin of rotary embedding.
 

@@ -14,6 +14,7 @@ from sdk.models.architecture import (
     GgufKeys,
     GgufRules,
     LayerRules,
+    NextTokenRules,
 )
 from sdk.models.architectures.exaone4 import unrotated
 from sdk.models.architectures.glm4_moe import V3_ROUTE
@@ -36,7 +37,7 @@ ARCHITECTURE = Architecture(
             *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
             *("first_k_dense_replace", "mlp_layer_types"),
         ),
-        # transformers does not load the layers after the last one
+        # of the layer after the last one: its tensors say that it is there
         ignored=(
             "num_nextn_predict_layers",
             "scoring_func",
@@ -60,4 +61,6 @@ ARCHITECTURE = Architecture(
             slides="scaled",
         ),
     ),
+    # vLLM builds it as the first layer, which has a window and a rotation
+    next_token=NextTokenRules(like=0),
 )

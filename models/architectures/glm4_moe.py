@@ -6,7 +6,14 @@ Heads turn by half. Zeng et al., "GLM-4.5" (2025); transformers' modeling_glm4_m
 from __future__ import annotations
 
 from sdk.kernels.route_rule import RouteRule
-from sdk.models.architecture import Architecture, Biases, ConfigRules, GgufRules, LayerRules
+from sdk.models.architecture import (
+    Architecture,
+    Biases,
+    ConfigRules,
+    GgufRules,
+    LayerRules,
+    NextTokenRules,
+)
 from sdk.models.config_fields import Fields
 
 #: The router of DeepSeek V3: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.1.2.
@@ -31,7 +38,7 @@ ARCHITECTURE = Architecture(
             *("attention_bias", "partial_rotary_factor", "use_qk_norm", *V3_KEYS),
             *("num_local_experts", "first_k_dense_replace"),
         ),
-        # layers after the last one, which transformers does not load
+        # of the layer after the last one: its tensors say that it is there
         ignored=("num_nextn_predict_layers", "num_mtp_layers"),
         defaults={"partial_rotary_factor": 0.5, "use_qk_norm": False},
         expert_width="moe_intermediate_size",
@@ -44,5 +51,13 @@ ARCHITECTURE = Architecture(
         keys=("nextn_predict_layers",),
     ),
     # Ling and Ring 2.0, Sarvam: the same computation
-    more_gguf=(GgufRules("bailingmoe2", expert_gating=2, keys=("nextn_predict_layers",)),),
+    more_gguf=(
+        GgufRules(
+            "bailingmoe2",
+            tensors={"final_layernorm": "layer_output_norm"},
+            expert_gating=2,
+            keys=("nextn_predict_layers",),
+        ),
+    ),
+    next_token=NextTokenRules(),
 )

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
+from sdk.models.architecture import (
+    Architecture,
+    ConfigRules,
+    GgufKeys,
+    GgufRules,
+    LayerRules,
+    NextTokenRules,
+)
 from sdk.models.architectures.glm4_moe import V3_ROUTE
 from sdk.quant.errors import CheckpointError
 
@@ -53,4 +60,5 @@ ARCHITECTURE = Architecture(
             keys=("nextn_predict_layers",),
         ),
     ),
+    next_token=NextTokenRules(),
 )

@@ -10,11 +10,12 @@ from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules
 
-_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+#: Keys of factors under the names of Granite.
+FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _derived(config: dict[str, Any]) -> None:
-    """Values of a wrong type stay under their own names, which nothing reads."""
+def derived(config: dict[str, Any]) -> None:
+    """Granite's factors. Values of a wrong type stay under their own names, which nothing reads."""
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
     config.setdefault("embedding_multiplier", config.pop("scale_emb", 1.0))
     depth, base = config.pop("scale_depth", 1.0), config.pop("dim_model_base", 1)
@@ -27,10 +28,10 @@ def _derived(config: dict[str, Any]) -> None:
 ARCHITECTURE = Architecture(
     "minicpm",
     config=ConfigRules(
-        keys=("attention_bias", "original_max_position_embeddings", *_FACTORS),
+        keys=("attention_bias", "original_max_position_embeddings", *FACTORS),
         ignored=("scale_emb", "scale_depth", "dim_model_base", "mup_denominator"),
         defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
         fixed={"num_experts": 0, "sparse_config": None},
-        derived=_derived,
+        derived=derived,
     ),
 )

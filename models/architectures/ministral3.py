@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _SCALE, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
-def _query_scale(fields: Fields) -> QueryScale | None:
+def query_scale(fields: Fields) -> QueryScale | None:
+    """The scale of queries among the parameters of the rotation, if it is there."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = type(fields)(fields.mapping(key), f"config: {key}")
     if not rope.values.get(_SCALE):
@@ -64,7 +65,7 @@ ARCHITECTURE = Architecture(
         keys=("sliding_window",),
         defaults={"head_dim": 128},
         sliding=all_but_every(1),
-        query_scale=_query_scale,
+        query_scale=query_scale,
     ),
     gguf=GgufRules(
         "mistral3",

@@ -104,7 +104,7 @@ ARCHITECTURE = Architecture(
         unrotated=_unrotated,
     ),
     embedding=EmbeddingRules(unweighted_norm=True),
-    tensors=TensorRules(norms_minus_one=True, final_norm_whole=True),
+    tensors=TensorRules(norms_minus_one=True, whole_norms=("model.norm",)),
     gguf=GgufRules(
         "muse-glimmer",
         tensors={**GGUF_TENSORS, "self_attn.gate_proj": "attn_gate"},

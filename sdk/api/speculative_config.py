@@ -13,15 +13,17 @@ from sdk.api.errors import RequestError
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
-#: Methods with a head that was trained for the model.
+#: Methods with a head in files of its own that was trained for the model.
 _HEADS = ("eagle", "eagle3", "medusa")
 _MODELS = ("draft_model", *_HEADS)
-METHODS = ("ngram", "grammar", "self", *_MODELS)
+#: The head in the model's own files.
+_OWN_HEAD = "mtp"
+METHODS = ("ngram", "grammar", "self", _OWN_HEAD, *_MODELS)
 _EXPECTED = f"{', '.join(map(repr, METHODS[:-1]))} or {METHODS[-1]!r}"
 #: Keys that only some methods use.
 _OWN_KEYS = {
-    "prompt_lookup_min": ("ngram", "self", *_MODELS),
-    "prompt_lookup_max": ("ngram", "self", *_MODELS),
+    "prompt_lookup_min": ("ngram", "self", _OWN_HEAD, *_MODELS),
+    "prompt_lookup_max": ("ngram", "self", _OWN_HEAD, *_MODELS),
     "quantization": ("self", *_MODELS),
     "model": _MODELS,
 }
@@ -44,7 +46,8 @@ class SpeculativeConfig:
     (``None``: all are). ``grammar`` proposes only the tokens of structured answers that leave no
     choice. All methods do that, and those below do what ``ngram`` does after matches of at least
     ``prompt_lookup_min`` tokens (``None``: 8; 0: never). ``self`` drafts with the model's own
-    weights, packed by the scheme ``quantization`` (``None``: rtn-w6g64-h6). ``draft_model`` drafts
+    weights, packed by the scheme ``quantization`` (``None``: rtn-w6g64-h6). ``mtp`` drafts with the
+    block of multi-token prediction that the model's own files have. ``draft_model`` drafts
     with the checkpoint ``model``, a smaller model of the same vocabulary, whose float weights
     ``quantization`` may pack. ``eagle``, ``eagle3`` and ``medusa`` draft with a head in the folder
     ``model`` that was trained for this model and reads its hidden states.
@@ -99,12 +102,17 @@ class SpeculativeConfig:
     @property
     def has_weights(self) -> bool:
         """Whether drafts come from weights, which take memory."""
-        return self.method in ("self", *_MODELS)
+        return self.method in ("self", _OWN_HEAD, *_MODELS)
 
     @property
     def is_head(self) -> bool:
         """Whether a head drafts, which reads the model's hidden states."""
-        return self.method in _HEADS
+        return self.method in (_OWN_HEAD, *_HEADS)
+
+    @property
+    def is_own_head(self) -> bool:
+        """Whether that head is in the model's own files."""
+        return self.method == _OWN_HEAD
 
     @property
     def scheme(self) -> str | None:
@@ -118,6 +126,8 @@ class SpeculativeConfig:
             how = "where a structured answer leaves no choice"
         if self.method == "self":
             how = f"from the model's weights in {self.scheme}"
+        if self.is_own_head:
+            how = "from the model's own block of multi-token prediction"
         if self.method in _MODELS:
             how = f"from {self.model}" + (f" in {self.scheme}" if self.scheme else "")
         return (
@@ -152,6 +162,8 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
         value["method"] = method_of_folder(os.fspath(model)) or "draft_model"  # as in vLLM
     if value.get("method") == "draft":
         value["method"] = "draft_model"  # vLLM's name
+    elif str(value.get("method")).endswith(f"_{_OWN_HEAD}"):
+        value["method"] = _OWN_HEAD  # vLLM had one name for each model
     if "method" not in value:
         raise RequestError(f"{_OPTION}: method is missing; expected {_EXPECTED}")
     for name, methods in _OWN_KEYS.items():

@@ -24,6 +24,7 @@ from sdk.bench.lora import parse_lora
 from sdk.bench.models import ModelFiles, Work, files_of, work_of
 from sdk.bench.plots import check_matplotlib, write_plots
 from sdk.bench.random_models import SHAPES
+from sdk.bench.real_shapes import REAL_SHAPES
 from sdk.bench.report import Section, to_markdown, to_text
 from sdk.bench.settings import Settings
 from sdk.bench.suites import SUITES, measure
@@ -94,8 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         help=f"the model (default: the demo model); {' and '.join(SHAPES)} create a file of random "
-        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures a GPU's kernels on random "
-        "weights",
+        f"4-bit weights, 0.5 GB, in a temporary folder; {', '.join(REAL_SHAPES)} have the shapes "
+        "of published models, 0.5 to 4.3 GB, and stay in the user's cache; gpu measures a GPU's "
+        "kernels on random weights",
     )
     parser.add_argument(
         "--suite",

@@ -9,11 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sdk.bench.random_models import SHAPES, write_random
+from sdk.bench.real_shapes import REAL_SHAPES
 from sdk.demo import SMOLLM2, DemoModel, demo_model
 
 
 class ModelFiles:
-    """The model ``file`` (``None``: the demo model ``usual``), and temporary versions of it.
+    """The model ``file`` (``None``: the demo model ``usual``), and temporary versions of it. Random
+    ones with the shapes of published models stay in the user's cache.
 
     A context manager that removes the folder at its end.
     """
@@ -25,6 +27,10 @@ class ModelFiles:
             made = Path(self._folder.name) / f"{file}.Q4_0.gguf"
             write_random(made, file)
             self.path = str(made)
+        elif file is not None and file in REAL_SHAPES:
+            from sdk.bench.random_blocks import cached_file  # imports numpy
+
+            self.path = str(cached_file(file, REAL_SHAPES[file]))
         else:
             self.path = str(demo_model(usual)) if file is None else file
 
@@ -77,7 +83,8 @@ def write_tokenizer(model: Path, folder: Path) -> None:
 
 def files_of(model: str | None) -> list[str]:
     """The file or hub id that ``model`` names; none if it is the demo model or random weights."""
-    return [] if model is None or model in SHAPES else [model]
+    made = model is None or model in SHAPES or model in REAL_SHAPES
+    return [] if made or model is None else [model]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.known_answers import known
 from sdk.kernels.low_rank import Shape
+from sdk.kernels.mlp_activations import GATES
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.route_rule import SOFTMAX
@@ -102,7 +103,7 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         spec = KVSpec(
             num_layers=2, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, page_size=16, dtype=name
         )
-        pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).layers[0]
+        pages = KVCache(spec, 2, device, keys_transposed=ops.keys_transposed).pages[0]
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
         yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
         more = (None, None, None, None, ops.shares_keys)  # window, softcap, sinks, slopes
@@ -116,3 +117,33 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     factors = torch.float16 if short == wide else short
     yield "low_rank", (Shape(4, _WIDTH, _WIDTH, 2, 16), factors), {}
     yield "sample", (rows(_VOCAB, wide),), {}
+    yield from _recurrent(ops)
+
+
+def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
+    """The same of hybrids: a delta net beside a Mamba-2."""
+
+    def heads(count: int, width: int, dtype: torch.dtype = ops.activations) -> torch.Tensor:
+        return torch.zeros(2, count, width, dtype=dtype, device=ops.device)
+
+    wide = torch.float32
+    x, keys, few = heads(1, _WIDTH).view(2, -1), heads(4, 128), heads(8, 64)
+    weight, tail = heads(_WIDTH // 2, 4, wide).view(-1, 4), heads(3, _WIDTH, wide)
+    yield "causal_conv", (x, weight, weight[:, 0], tail, "silu", None, None), {}
+    yield (
+        "causal_conv",
+        (x, weight[:, :3], None, tail[:, :2], None, x, x),
+        {"format": "before after"},
+    )
+    state = heads(4 * 128, 128, wide).view(2, 4, 128, 128)
+    for decay, form in ((heads(1, 4, wide)[:, 0], ""), (heads(4, 128, wide), "rows")):
+        like = (keys, keys, keys, decay, state, 1e-6, False)
+        yield "gated_delta", like, {"head_dim": 128, "format": form}
+    state = heads(8 * 64, 128, wide).view(2, 8, 64, 128)
+    yield "ssd", (few, keys[:, :1], weight[:8, 0], state), {"head_dim": 128}
+    rate = x[:, :64]
+    for kind in GATES:
+        yield "rates", (rate, kind, weight[:64, 0], weight[:8, 0], None), {"format": kind}
+    norm = Norm(weight.view(-1)[:128], 1e-6)
+    for first, form in ((False, "silu"), (True, "silu first")):
+        yield "gated_norm", (keys, keys, norm, "silu", first), {"format": form}

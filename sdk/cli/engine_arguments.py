@@ -14,7 +14,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantization": {"help": "quantize float matrices while loading: int4, int8, ..."},
     "speculative_config": {
         "metavar": "METHOD|JSON",
-        "help": "find draft tokens and verify several in one step: ngram, self, or a JSON "
+        "help": "find draft tokens and verify several in one step: ngram, self, mtp, or a JSON "
         'object with settings, such as {"model": "small.gguf"}',
     },
     "disk_offload": {

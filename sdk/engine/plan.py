@@ -114,9 +114,9 @@ class RequestStart(NamedTuple):
     frames: tuple[Frames, ...] = ()
     #: Of a model with recurrent states: the slots of this sequence. A row without drafts writes its
     #: last state to the current one, at first ``slots[0]``. In a row with drafts the state after
-    #: the token at index i goes to slot ``current + 1 + i`` (modulo their number), so that the
-    #: current one after the step is that of the last accepted token. There is one more than a row
-    #: has drafts at most.
+    #: its last known token (i = 0) and after each draft goes to slot ``current + 1 + i`` (modulo
+    #: their number), so that the current one after the step is that of the last accepted token.
+    #: There is one more than a row has drafts at most.
     state_slots: tuple[int, ...] = ()
     #: The slot with the state after ``num_computed`` tokens, a snapshot or ``state_slots[0]``; -1:
     #: zeros. Only the first row reads it.
@@ -152,11 +152,13 @@ class Move(NamedTuple):
 class Duplicate(NamedTuple):
     """A copy of a page into another one of its tier; both stay where they are.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``).
+    Both ids contain the tier (``kernels/kv_tiers.py``). ``group``: a copy within the memory of this
+    window group instead, from one place in it to another.
     """
 
     source: int
     target: int
+    group: int | None = None
 
 
 Copy = Swap | Move | Duplicate
@@ -190,8 +192,8 @@ class StepRow(NamedTuple):
 class StepPlan(NamedTuple):
     """One step: its rows in batch order, and updates for the ranks.
 
-    Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``new_pages``,
-    ``new_frames``, ``dropped``, ``started``. Then they run the rows.
+    Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``vacated``,
+    ``new_pages``, ``new_frames``, ``dropped``, ``started``. Then they run the rows.
     """
 
     step_id: int
@@ -212,6 +214,9 @@ class StepPlan(NamedTuple):
     new_frames: tuple[tuple[str, Frames], ...] = ()
     #: Snapshots of recurrent states, taken while the rows run.
     state_saves: tuple[StateSave, ...] = ()
+    #: Places whose memory has moved to another kind of cache: pages, then frames of each window
+    #: group, then slots of states. Their content is lost.
+    vacated: tuple[tuple[int, ...], ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -127,7 +127,7 @@ def _loadable(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan) ->
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others: tuple[Alternative, ...] = ()
     slow: tuple[Alternative, ...] = ()
-    whole = made.kv_tokens >= made.max_model_len  # the plan holds what was asked for
+    whole = made.full_requests >= 1  # the plan holds what was asked for
     helps: list[str] = []
     if whole and made.total <= (made.budget or 0):  # the machine has less than the budget
         helps = list(_smaller_budget(config, checkpoint, made))

@@ -8,6 +8,7 @@ from sdk.api.config import EngineConfig
 from sdk.loading.quant_report import LayerReport, quant_report
 from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.memory.plan import MemoryPlan
+from sdk.memory.resolve import why_one_group
 from sdk.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def explain(
         lines.append(f"drafts     {config.speculative_config}, {plan.draft_tokens} per step")
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
+    if why := why_one_group(config, model):
+        lines.append(f"           layers with a window keep all tokens: {why}")
     lines.append("linear layers")
     report = quant_report(runner.model.linears(), others=other_layers)
     lines += [f"  {line}" for line in str(report).splitlines()]

@@ -44,6 +44,7 @@ from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
+from sdk.memory.drafting_heads import next_token_head
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -272,7 +273,7 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare
@@ -364,6 +365,13 @@ def _scheduler(facts: ModelFacts) -> Scheduler:
         max_result_bytes=facts.results.nbytes,
         adapter_slots=runner.adapter_slots,
         adapter_bytes=memory.adapters,
+        windows=tuple(
+            group._replace(num_frames=count)
+            for group, count in zip(memory.windows, runner.num_frames, strict=True)
+        ),
+        states=memory.states and memory.states._replace(num_slots=runner.num_states),
+        page_bytes=memory.page_bytes,
+        cache_bytes=memory.kv_cache if runner.device == "cpu" else None,
     )
     scheduler = Scheduler(limits)
     drafting = runner.drafting
@@ -407,6 +415,8 @@ def _runner_config(
     return RunnerConfig(
         model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
         num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
+        num_frames=tuple(_places_set_aside(config, memory, *one[1:]) for one in memory.windows),
+        num_states=_states_set_aside(config, memory),
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
         max_model_len=memory.max_model_len,
@@ -449,8 +459,12 @@ def _drafting_weights(
     if speculative is None or not speculative.has_weights:
         return None
     longest = memory.max_model_len
+    target = model_config(config, checkpoint)
+    if speculative.is_own_head:
+        own = next_token_head(checkpoint, target)
+        path = str(checkpoint.path.absolute())
+        return DraftingWeights(path, config.quantization, longest, has_pages=True, head=own)
     if speculative.is_head:
-        target = model_config(config, checkpoint)
         with opened_head(config, speculative, target) as (_, files, head):
             if head.has_layer:
                 longest = min(longest, head.model.max_position)
@@ -497,10 +511,27 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
     if device_of(config) != "cpu":
         return memory.num_pages
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
+    if memory.windows or memory.states is not None:
+        most = _ROOM_TO_GROW * memory.kv_cache // max(memory.page_bytes, 1)
+        return max(memory.num_pages, min(whole, most))
     most = _ROOM_TO_GROW * memory.num_pages
     if isinstance(config.memory, MemoryPool):
         most = config.memory.budget // memory.page_bytes
     return max(memory.num_pages, min(whole, most))
+
+
+def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, planned: int) -> int:
+    """Frames or slots of ``nbytes`` each, with the one for padding; ``planned``: in the plan. On a
+    CPU as many as the whole cache could have, with room to grow."""
+    if device_of(config) != "cpu":
+        return planned
+    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
+    return max(planned, 1 + min(whole, _ROOM_TO_GROW * memory.kv_cache // nbytes))
+
+
+def _states_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
+    states = memory.states
+    return 0 if states is None else _places_set_aside(config, memory, *states[:2])
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

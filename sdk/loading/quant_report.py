@@ -12,7 +12,7 @@ from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:
-    from sdk.models.layers import ExpertProjection, Projection
+    from sdk.models.layers import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class QuantReport:
 
 
 def quant_report(
-    linears: Iterable[tuple[str, Projection | ExpertProjection]],
+    linears: Iterable[tuple[str, Linear]],
     kv_scales: int = 0,
     others: tuple[LayerReport, ...] = (),
 ) -> QuantReport:

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sdk.api.config import EngineConfig
+from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.kernels.dataclass import dataclass
+from sdk.quant.caches import pages_in_window
 from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ class MemoryDemand:
     ``on_cards``: each has a GPU. ``whole_experts``: these ranks have whole experts. ``lockstep``:
     engines that share the experts (models/lockstep.py). ``hand_over_bytes``: for hand-overs between
     replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
+    ``windows``: for each window group of the cache the window and the bytes of a frame, which
+    ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence.
+    ``row_drafts``: the most draft tokens of one request.
     """
 
     weights: WeightBytes
@@ -101,6 +106,9 @@ class MemoryDemand:
     lockstep: int = 1
     hand_over_bytes: int = 0
     num_pages: int | None = None
+    windows: tuple[WindowGroup, ...] = ()
+    slot_bytes: int = 0
+    row_drafts: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -245,6 +253,26 @@ def graph_bytes(demand: MemoryDemand, seqs: int, tokens: int) -> int:
     return largest * demand.stages + 4 * ranks * (results + exchanged) + attention * demand.stages
 
 
+def frames_of_request(demand: MemoryDemand, pages: int) -> list[int]:
+    """By window group: the most frames of a decoding request of so many pages."""
+    tokens = 2 + demand.row_drafts  # a page and its frames may be given before it is needed
+    return [
+        min(pages_in_window(group.window, tokens, demand.page_size), pages)
+        for group in demand.windows
+    ]
+
+
+def cache_of_request(demand: MemoryDemand, pages: int, step_tokens: int) -> int:
+    """The bytes of the KV cache that a request of so many pages needs at least, whose prompt runs
+    in steps of ``step_tokens``."""
+    step = -(-step_tokens // demand.page_size)
+    frames = [min(count + step, pages) for count in frames_of_request(demand, pages)]
+    sizes = zip(frames, demand.windows, strict=True)
+    nbytes = pages * demand.page_bytes + sum(n * group.frame_bytes for n, group in sizes)
+    # it may start from a snapshot, which is read while it has slots of its own
+    return nbytes + (2 + demand.row_drafts) * demand.slot_bytes
+
+
 #: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.
 _CONTEXT = 4096
 
@@ -288,8 +316,8 @@ def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
 def _excess_bytes(demand: MemoryDemand, limits: MemoryLimits) -> int:
     """Bytes that must be offloaded so that a request of full length fits."""
     context = limits.max_model_len or min(demand.model.max_position, _CONTEXT)
-    pages = -(-context // demand.page_size) * demand.page_bytes
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
+    pages = cache_of_request(demand, -(-context // demand.page_size), tokens)
     scratch = workspace_bytes(demand, demand.max_num_seqs, tokens)
     scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
     scratch += scratch_bytes(demand, demand.max_num_seqs, tokens, context)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError, SdkError, UnsupportedError
@@ -14,7 +15,7 @@ from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.loaders.hub import HubAccess
 from sdk.memory.demand import MemoryDemand, draft_tokens
-from sdk.memory.drafting_heads import head_config
+from sdk.memory.drafting_heads import head_config, is_of_block, next_token_head
 from sdk.memory.resolve import model_config, open_model
 from sdk.memory.weights import end_bytes, weight_bytes
 from sdk.models.config import ModelConfig
@@ -148,9 +149,14 @@ def _with_head(
     speculative: SpeculativeConfig,
 ) -> MemoryDemand:
     target, seqs = demand.model, demand.max_num_seqs
-    with opened_head(config, speculative, target) as (own, folder, head):
-        demand = _with_weights(demand, own, folder, head.model)
-        uses_model = not (folder.has("model.embed_tokens") and folder.has("lm_head"))
+    if speculative.is_own_head:
+        head = next_token_head(checkpoint, target)
+        demand = _with_weights(demand, config, checkpoint, head.model, partial(is_of_block, head))
+        uses_model = not (head.own_embedding and head.own_head)
+    else:
+        with opened_head(config, speculative, target) as (own, folder, head):
+            demand = _with_weights(demand, own, folder, head.model)
+            uses_model = not (folder.has("model.embed_tokens") and folder.has("lm_head"))
     if config.tensor_parallel_size > 1 and head.has_layer and uses_model:
         # rank 0 loads the whole embedding and head again: each rank has only a part of them
         again = end_bytes(config, checkpoint)
@@ -178,10 +184,15 @@ def _with_pages(demand: MemoryDemand, model: ModelConfig) -> MemoryDemand:
 
 
 def _with_weights(
-    demand: MemoryDemand, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+    demand: MemoryDemand,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    only: Callable[[str], bool] | None = None,
 ) -> MemoryDemand:
-    """With the weights of a checkpoint, which are loaded after the model's own."""
-    own, drafting = demand.weights, weight_bytes(config, checkpoint, model)
+    """With the weights of a checkpoint, ``only`` some of them, which are loaded after the model's
+    own."""
+    own, drafting = demand.weights, weight_bytes(config, checkpoint, model, only)
     both = replace(
         own,
         total=own.total + drafting.total,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sdk.api.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.kernels.lazy_torch import torch
-from sdk.models.architecture import architecture
+from sdk.models.architecture import architecture, architectures
 from sdk.models.config import ModelConfig
 from sdk.models.drafting_heads import LAYER, HeadConfig
+from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 #: Layers of the model whose inputs EAGLE-3 reads, unless its config names others. A model of fewer
 #: layers than this has not three different ones.
 _LEAST_LAYERS = 7
+_OF_BLOCK = re.compile(r"(?:^|\.)(?:mtp\.|(?:layers|blk)\.(\d+)\.)")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -45,6 +48,74 @@ def head_config(folder: HeadFolder, method: str, target: ModelConfig) -> HeadCon
     if "d2t" in needed or folder.has("d2t"):
         _check_tokens(folder, head)
     return head
+
+
+#: What every block of multi-token prediction has beside its layer.
+_BLOCK = ("eh_proj", "enorm.weight", "hnorm.weight")
+
+
+def next_token_head(checkpoint: Checkpoint, target: ModelConfig) -> HeadConfig:
+    """The sizes of the block of multi-token prediction in the files of the model ``target``.
+
+    :raises UnsupportedError: this model's are not run.
+    :raises RequestError: the files have none.
+    """
+    own, block = architecture(target.model_type), f"model.layers.{target.num_layers}"
+    if own is None or own.next_token is None:
+        has = sorted(each.model_type for each in architectures() if each.next_token is not None)
+        raise UnsupportedError(
+            f"speculative_config: method 'mtp': expected a model whose blocks of multi-token "
+            f"prediction are run ({', '.join(has)}), found {target.model_type!r}; use method "
+            "'ngram' or another one"
+        )
+    spelled = block if checkpoint.format != "gguf" else f"blk.{target.num_layers}.nextn"
+    for name in _BLOCK:
+        if not checkpoint.has(f"{block}.{name}"):
+            raise RequestError(
+                f"speculative_config: method 'mtp': {checkpoint.path}: expected a tensor "
+                f"'{spelled}.{name.removesuffix('.weight')}' behind the model's "
+                f"{target.num_layers} layers, found none: the block of multi-token prediction was "
+                "left out of these files; use files that have it, or method 'ngram'"
+            )
+    layer = own.next_token.like
+    if layer is None:
+        layer = _full_attention(target)
+    experts = checkpoint.has(f"{block}.mlp.{own.layer.router}")
+    embedding, head = f"{block}.embed_tokens", f"{block}.shared_head.head"
+    heads = "model.embed_tokens" if target.tie_word_embeddings else "lm_head"
+    return HeadConfig(
+        method="mtp",
+        model=target.like_layer(layer, experts=experts),
+        draft_vocab=target.vocab_size,
+        features=target.hidden_size,
+        block=block,
+        own_embedding=checkpoint.has(embedding)
+        and not checkpoint.alike(embedding, "model.embed_tokens"),
+        own_head=checkpoint.has(head) and not checkpoint.alike(head, heads),
+    )
+
+
+def _full_attention(target: ModelConfig) -> int:
+    """The first layer that attends to all tokens."""
+    for layer in range(target.num_layers):
+        if target.blocks_of(layer).attention and target.sliding_windows[layer] is None:
+            return layer
+    raise UnsupportedError(
+        f"speculative_config: method 'mtp': expected a {target.model_type} model with a layer that "
+        "attends to all tokens, found none; use method 'ngram' or another one"
+    )
+
+
+def is_of_block(head: HeadConfig, name: str) -> bool:
+    """Whether a tensor of the model's files, by their or our name, is one that its own head
+    loads."""
+    number = head.block.rpartition(".")[2]
+    found = _OF_BLOCK.search(name)
+    if found is None or (found[1] or number) != number:
+        return False
+    if re.search(r"\bembed_tokens\b", name):
+        return head.own_embedding
+    return head.own_head or not re.search(r"\bshared_head(\.|_)head\b", name)
 
 
 def _fail(folder: HeadFolder, what: str, expected: object, found: object) -> NoReturn:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sdk.api.errors import RequestError
 from sdk.api.sizes import format_bytes
 from sdk.kernels.sized_graphs import FEW_TOKENS
-from sdk.memory.demand import MemoryDemand, graph_bytes, scratch_bytes, workspace_bytes
+from sdk.memory.demand import (
+    MemoryDemand,
+    cache_of_request,
+    graph_bytes,
+    scratch_bytes,
+    workspace_bytes,
+)
 from sdk.memory.plan import DEFAULT_KV_BYTES, MemoryPlan
+from sdk.memory.shares import share_memory
 
 #: The share of the memory that recording steps of more than 512 tokens may take besides: 0.5 GiB
 #: of 16, which 2,048 tokens of a model of 8B need half of.
@@ -38,20 +46,16 @@ def plan_memory(
     demand = _with_recorded_steps(demand, tokens, want_context, limit)
     working = _working_memory(demand, tokens, want_context)
     left = limit - demand.weights.total - sum(working) - demand.tokenizer - demand.adapter_bytes
-    most = max(left, 0) // demand.page_bytes
-    if demand.num_pages is not None:
-        pages = min(demand.num_pages, most)
-    elif kv_budget is not None:
-        pages = kv_budget // demand.page_bytes
-    elif budget is not None:
-        pages = most
-    else:
-        pages = _default_pages(demand, most, want_context, asked=max_model_len is not None)
-    per_request, context = -(-want_context // demand.page_size), want_context
-    if demand.num_pages is None:
-        pages = min(pages, per_request * seqs)
+    left = max(left, 0)
+    if demand.num_pages is None and kv_budget is not None:
+        left = kv_budget
+    elif demand.num_pages is None and budget is None:
+        left = _default_bytes(demand, left, want_context, tokens, asked=max_model_len is not None)
+    asked = not (budget is kv_budget is None)
+    share = share_memory(demand, left, want_context, tokens, asked=asked)
+    context = want_context
     if max_model_len is None:
-        context = min(context, max(pages, 1) * demand.page_size)
+        context = min(context, max(share.longest, 1) * demand.page_size)
         tokens = min(tokens, seqs * context)
         working = _working_memory(demand, tokens, context)
     plan = MemoryPlan(
@@ -60,7 +64,10 @@ def plan_memory(
         workspace=working[0],
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
-        num_pages=pages,
+        num_pages=share.pages,
+        windows=share.windows,
+        states=share.states,
+        row_drafts=demand.row_drafts,
         kv_dtype=demand.kv_dtype,
         max_model_len=context,
         max_num_seqs=seqs,
@@ -76,28 +83,42 @@ def plan_memory(
         drafting_weights=demand.drafting_weights,
         adapters=demand.adapter_bytes,
     )
-    if plan.kv_tokens < context or plan.total > limit:
+    too_few = share.longest * demand.page_size < context
+    if too_few or plan.total > limit:
         wanted = None if max_model_len is not None else want_context
-        return replace(plan, problem=_breakdown(plan, limit, wanted, kv_budget))
+        least = [
+            0 if one is None else cache_of_request(demand, -(-one // demand.page_size), tokens)
+            for one in (context, wanted)
+        ]
+        problem = _breakdown(plan, limit, wanted, kv_budget, least, too_few=too_few)
+        return replace(plan, problem=problem)
     return plan
 
 
 def _check_context(demand: MemoryDemand, max_model_len: int | None) -> None:
     if max_model_len is not None and max_model_len > demand.model.max_position:
+        why = "the model's context"
+        if demand.model.chosen == demand.model.max_position:
+            why = (
+                f"of which {demand.model.model_type}'s indexer chooses all: attention to some "
+                "tokens of a longer context (sparse attention) is not supported"
+            )
         raise RequestError(
-            f"max_model_len: expected at most {demand.model.max_position}, the model's context, "
+            f"max_model_len: expected at most {demand.model.max_position}, {why}, "
             f"found {max_model_len}"
         )
 
 
-def _default_pages(demand: MemoryDemand, most: int, context: int, *, asked: bool) -> int:
-    """Pages if no budget is given and ``most`` fit: enough for one request, but at most half of
-    what is free, unless its length was asked for.
+def _default_bytes(
+    demand: MemoryDemand, most: int, context: int, tokens: int, *, asked: bool
+) -> int:
+    """Bytes of the KV cache if no budget is given and ``most`` are free: enough for one request,
+    but at most half of what is free, unless its length was asked for.
     """
-    per_request, half = -(-context // demand.page_size), most // 2
+    one, half = cache_of_request(demand, -(-context // demand.page_size), tokens), most // 2
     if asked:
-        half = max(half, min(per_request, most))
-    return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
+        half = max(half, min(one, most))
+    return min(max(DEFAULT_KV_BYTES, one), half)
 
 
 def _with_recorded_steps(
@@ -127,14 +148,20 @@ def _working_memory(demand: MemoryDemand, tokens: int, context: int) -> tuple[in
 
 
 def _breakdown(
-    plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None
+    plan: MemoryPlan,
+    limit: int,
+    model_context: int | None,
+    kv_budget: int | None,
+    least: Sequence[int],
+    *,
+    too_few: bool,
 ) -> str:
-    """What is needed and what is available; ``model_context`` is set if no context was given."""
-    kv = -(-plan.max_model_len // plan.page_size) * plan.page_bytes
+    """What is needed and what is available; ``model_context`` is set if no context was given.
+    ``least``: bytes of the KV cache for a request of the plan, and for one of that context.
+    ``too_few``: there are fewer."""
+    kv, whole = least
     kv_note = f"one request of {plan.max_model_len} tokens"
-    too_few = plan.kv_cache < kv
     if too_few and model_context is not None:
-        whole = -(-model_context // plan.page_size) * plan.page_bytes
         kv_note = f"at least; {format_bytes(whole)} for {model_context} tokens"
     elif kv_budget is not None and not too_few:
         kv, kv_note = plan.kv_cache, "kv_cache_memory_bytes"

@@ -14,7 +14,9 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.sizes import GIB, format_bytes
+from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
 from sdk.kernels.dataclass import dataclass
+from sdk.quant.caches import pages_in_window
 
 if TYPE_CHECKING:
     from sdk.api.config import EngineConfig
@@ -82,6 +84,11 @@ class MemoryPlan:
     each share the weights. ``problem`` says why the plan does not fit and is empty if it does.
     ``recorded_tokens``: of the largest step that a GPU records, whose memory is ``graphs``.
     ``alternatives`` would fit, best first. ``LLM(plan=plan)`` loads exactly this plan.
+
+    ``page_bytes``: of the layers that keep all tokens. ``windows``: the memory of layers that keep
+    those in their window, with one frame for padding, if it is separate; ``states``: that of
+    recurrent states. On a CPU these are shares at the start: memory moves between them as requests
+    need it. ``row_drafts``: the most draft tokens of one request.
     """
 
     budget: int | None
@@ -105,6 +112,9 @@ class MemoryPlan:
     draft_tokens: int = 0
     drafting_weights: int = 0
     adapters: int = 0
+    windows: tuple[WindowGroup, ...] = ()
+    states: StateSlots | None = None
+    row_drafts: int = 0
     replicas: int = 1
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
@@ -117,14 +127,16 @@ class MemoryPlan:
 
     @property
     def kv_cache(self) -> int:
-        return self.num_pages * self.page_bytes
+        """Pages, frames of window groups and slots of states together."""
+        slots = 0 if self.states is None else (self.states.num_slots - 1) * self.states.slot_bytes
+        return self.num_pages * self.page_bytes + sum(map(_frames_bytes, self.windows)) + slots
 
     @property
     def swap_pages(self) -> int:
         """Pages of ``page_bytes`` that fit the swap space; they are not part of ``total``."""
         space = 0 if self.config is None else self.config.swap_space
         assert not isinstance(space, str)  # EngineConfig has parsed it
-        return space // self.page_bytes
+        return space // self.page_bytes if self.page_bytes else 0
 
     @property
     def fixed(self) -> int:
@@ -152,14 +164,21 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, for all requests together."""
+        """Tokens whose pages the KV cache holds, for all requests together. Layers with a window
+        keep those of each request's window."""
         return self.num_pages * self.page_size
 
     @property
     def full_requests(self) -> float:
         """How many requests of ``max_model_len`` tokens fit at once."""
-        pages_per_request = -(-self.max_model_len // self.page_size)
-        return min(self.num_pages / pages_per_request, self.max_num_seqs)
+        pages = -(-self.max_model_len // self.page_size)
+        found = [self.num_pages / pages, self.max_num_seqs]
+        for group in self.windows:
+            frames = pages_in_window(group.window, 2 + self.row_drafts, self.page_size)
+            found.append((group.num_frames - 1) / min(frames, pages))
+        if self.states is not None:
+            found.append((self.states.num_slots - 1) / (1 + self.row_drafts))
+        return min(found)
 
     @property
     def largest_adapters(self) -> str:
@@ -185,6 +204,10 @@ class MemoryPlan:
         """
         on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
         nbytes = self.read - on_disk + context * self.page_bytes // self.page_size
+        for group in self.windows:
+            nbytes += min(context, group.window) * group.frame_bytes // self.page_size
+        if self.states is not None:
+            nbytes += 2 * self.states.slot_bytes  # read and written
         return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + on_disk / disk)
 
     def __str__(self) -> str:
@@ -234,6 +257,7 @@ class MemoryPlan:
                 "no budget set" if self.budget is None else f"budget {format_bytes(self.budget)}",
             ),
         ]
+        rows[2:2] = self._rows_of_groups()
         if self.offloaded:
             rows.insert(1, ("offloaded", self.offloaded, "weights read again in every step: slow"))
         if self.drafting_weights:
@@ -256,6 +280,23 @@ class MemoryPlan:
             rows.insert(-1, ("loading", self.loading, "briefly, more than serving takes"))
         return rows
 
+    def _rows_of_groups(self) -> list[tuple[str, int, str]]:
+        """The parts of the KV cache that layers have which do not keep all tokens."""
+        rows = [
+            (
+                "",
+                _frames_bytes(group),
+                f"of these for layers with a window of {group.window}: "
+                f"{(group.num_frames - 1) * self.page_size} tokens at "
+                f"{group.frame_bytes // self.page_size} bytes",
+            )
+            for group in self.windows
+        ]
+        if self.states is not None:
+            count, size = self.states.num_slots - 1, self.states.slot_bytes
+            rows.append(("", count * size, f"of these {count} recurrent states, {size} bytes each"))
+        return rows
+
     def _swap_row(self) -> str:
         size, note = self._swap_space()
         return f"swap space {size:>10}  {note}"
@@ -265,6 +306,10 @@ class MemoryPlan:
         small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
         note = f"not part of the total: {count} pages of {types[0]}{small}"
         return format_bytes(count * self.page_bytes), note
+
+
+def _frames_bytes(group: WindowGroup) -> int:
+    return (group.num_frames - 1) * group.frame_bytes
 
 
 def _kernel_names(shares: tuple[KernelShare, ...]) -> str:

@@ -9,7 +9,9 @@ from sdk.api.errors import RequestError
 from sdk.api.machine import installed_memory
 from sdk.api.memory_pool import MemoryPool
 from sdk.api.sizes import format_bytes
+from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.rank.kv_cache import kv_spec
+from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
@@ -32,6 +34,7 @@ from sdk.memory.resolve import (
     encoder_options,
     model_config,
     step_pages,
+    why_one_group,
 )
 from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
 from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
@@ -95,7 +98,12 @@ def plan_for(
     model = model_config(config, checkpoint)
     check_layer_inputs(config, model)
     if model.causal:
-        return _plan(config, checkpoint, model, weights)
+        if why_one_group(config, model):
+            return _plan(config, checkpoint, model, weights)
+        made = _plan(config, checkpoint, model, weights, windows=True)
+        if all(made.max_model_len <= group.window for group in made.windows):
+            return _plan(config, checkpoint, model, weights)  # nothing ever leaves a window
+        return made
     made = _plan(encoder_options(config, model), checkpoint, model, weights)
     context = model.max_position
     while not made.fits and config.max_model_len is None and context > _SHORT_TEXT:
@@ -111,14 +119,17 @@ def _plan(
     checkpoint: Checkpoint,
     model: ModelConfig,
     weights: WeightBytes | None,
+    *,
+    windows: bool = False,
 ) -> MemoryPlan:
+    """``windows``: layers with a window have memory of their own."""
     activations = activations_of(config, checkpoint)
     pool = config.memory if isinstance(config.memory, MemoryPool) else None
     budget = _bytes(config.memory) if pool is None else pool.free
     kv_budget = _bytes(config.kv_cache_memory_bytes)
     limit = resolve.available_to(config) if budget is None else budget
     weights = weights or weight_bytes(config, checkpoint)
-    demand = _demand(config, model, weights, activations)
+    demand = _demand(config, model, weights, activations, windows=windows)
     stages = stage_layers(config, checkpoint, model)
     part = 1.0
     if config.device == "cuda" and config.num_ranks > 1:
@@ -193,7 +204,12 @@ def _within_machine(made: MemoryPlan, budget: int, hosts: int) -> MemoryPlan:
 
 
 def _demand(
-    config: EngineConfig, model: ModelConfig, weights: WeightBytes, activations: torch.dtype
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: WeightBytes,
+    activations: torch.dtype,
+    *,
+    windows: bool = False,
 ) -> MemoryDemand:
     dtype = config.kv_policy or config.kv_cache_dtype
     on_cards = resolve.device_of(config) != "cpu"
@@ -202,10 +218,19 @@ def _demand(
         exact = compute_of(config) == "exact" or not (model.causal or on_cards)
         dtype = "float32" if exact else "float16"
     _check_split(config, model)
+    speculative = config.speculative_config
+    assert isinstance(speculative, SpeculativeConfig | None)  # EngineConfig has parsed it
     # The budget contains the pages of all ranks, on this machine or on several. With more ranks
     # than heads some heads are stored twice.
-    heads = max(model.num_kv_heads, config.tensor_parallel_size)
-    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
+    spec = kv_spec(
+        model,
+        config.block_size,
+        dtype,
+        lambda count: max(count, config.tensor_parallel_size),
+        ranks=config.tensor_parallel_size,
+        windows=windows,
+    )
+    page_bytes = spec.page_bytes
     # On a CPU the memory of a recorded step is its workspace.
     eager = config.enforce_eager or not on_cards
     return MemoryDemand(
@@ -228,6 +253,12 @@ def _demand(
         hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
         captured_tokens=0 if eager else min(config.step_tokens, MOST_TOKENS),
         num_pages=None if model.causal else step_pages(config),
+        windows=tuple(
+            WindowGroup(window, spec.region_bytes(1 + group), 0)
+            for group, window in enumerate(spec.windows)
+        ),
+        slot_bytes=config.tensor_parallel_size * spec.region_bytes(spec.num_regions - 1),
+        row_drafts=0 if speculative is None else speculative.num_speculative_tokens,
     )
 
 

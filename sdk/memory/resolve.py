@@ -12,12 +12,14 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import CheckpointError, RequestError
 from sdk.api.load_progress import reporting
 from sdk.api.machine import available_memory
+from sdk.api.memory_pool import MemoryPool
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.packages import check_installed
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
+from sdk.quant.caches import window_groups
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -150,7 +152,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def check_layer_inputs(config: EngineConfig, model: ModelConfig) -> None:
-    """:raises RequestError: embeddings in place of tokens, where layers look tokens up."""
+    """:raises RequestError: embeddings in place of tokens that layers look up themselves."""
     if model.layer_inputs and config.enable_prompt_embeds:
         raise RequestError(
             "enable_prompt_embeds: expected False, found True: every layer of this model ("
@@ -179,6 +181,22 @@ def encoder_options(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
     )
+
+
+def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
+    """Why the layers of a model that have a window keep all tokens; empty: they give back what has
+    left it, or none has one."""
+    if not model.causal or not window_groups(model.caches):
+        return ""
+    asked = {
+        "kv_policy": config.kv_policy is not None,
+        "swap_space": config.swap_space != 0,
+        "memory=MemoryPool": isinstance(config.memory, MemoryPool),
+        "prefill_replicas": config.prefill_replicas > 0,
+        "enable_chunked_prefill=False": not config.enable_chunked_prefill,
+    }
+    given = " and ".join(name for name, is_set in asked.items() if is_set)
+    return f"with {given} pages have all layers" if given else ""
 
 
 def step_pages(config: EngineConfig) -> int:

@@ -28,7 +28,8 @@ HOST_BYTES = 3 * 2**20
 def stage_layers(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> tuple[range, ...]:
-    """The layers of each stage, divided so that all take as long; empty: one stage has all.
+    """The layers of each stage, divided so that all stages take equally long; empty if there
+    is only one stage.
 
     :raises AlignmentError: there are fewer layers than stages.
     """

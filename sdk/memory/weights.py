@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +40,32 @@ _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+#: The same at the beginning, or what is beside the layers.
+_AFTER = re.compile(r"^(?:(?:model\.)?mtp\.|(?:(?:\w+\.){0,2}layers|blk)\.(\d+)\.)")
+#: The matrix with the keys' and the values' part of all heads of latent attention.
+_BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
 
 def weight_bytes(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig | None = None,
+    only: Callable[[str], bool] | None = None,
 ) -> WeightBytes:
     """The bytes of the weights of ``checkpoint`` in an engine with ``config``.
 
-    ``model``: its sizes, unless its config says them.
+    ``model``: its sizes, unless its config says them. ``only``: whether a tensor is loaded
+    (default: all but those of layers after the model's last one).
     """
     model = model or model_config(config, checkpoint)
     device = resolve.device_of(config)
-    once = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    loaded = only or partial(_is_of_layers, model.num_layers)
+    once = [
+        replace(each, held=held_bytes(each, device))
+        for each in checkpoint.entries()
+        if loaded(each.name)
+    ]
+    once = [_of_heads(each, model) for each in once]
     entries = [_with_copies(each, config, model) for each in once]
     early, late = _loading_bytes(config, entries, model)
     matrices = [
@@ -72,6 +87,12 @@ def weight_bytes(
         layers=layers,
         moving=_moving_bytes(config, entries, model),
     )
+
+
+def _is_of_layers(layers: int, name: str) -> bool:
+    """Whether a tensor is not of multi-token prediction, which comes after the ``layers``."""
+    found = _AFTER.search(name)
+    return found is None or (found[1] is not None and int(found[1]) < layers)
 
 
 def costs(
@@ -114,6 +135,16 @@ def held_bytes(entry: TensorEntry, device: str) -> int:
         rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
         held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
     return entry.nbytes if held is None else held
+
+
+def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
+    """The entry with its part that is transposed as float16: see models/head_projection.py."""
+    spec = model.latent
+    floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
+    if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):
+        return entry
+    values = _held(entry) * spec.value // (spec.still + spec.value)
+    return replace(entry, held=values + 2 * model.num_heads * spec.still * spec.rank)
 
 
 def stays_in_file(entry: TensorEntry) -> bool:

@@ -83,7 +83,7 @@ class LayerRun:
         self.ops = Ops(compute="exact", num_threads=num_threads)
         self._ropes = [Rope(spec, tokens, self.ops.device) for spec in self.config.ropes]
         pages = -(-tokens // _PAGE)
-        spec = kv_spec(self.config, self.config.num_kv_heads, _PAGE, "float32")
+        spec = kv_spec(self.config, _PAGE, "float32")
         self._kv = KVCache(replace(spec, num_layers=1), pages + 1)
         self._table = torch.arange(1, pages + 1)
 
@@ -171,6 +171,6 @@ class LayerRun:
             max_context_len=len(x),
         )
         step = Step(batch, [rope.cos_sin(positions, self.ops) for rope in self._ropes])
-        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[0])
+        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[:1])
         assert residual is not None  # no norms of sums
         return delta + residual

@@ -240,8 +240,8 @@ class EngineMemory:
 
 T = TypeVar("T")
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)
-#: How often a prefix is computed at most: other requests may evict its pages between the step that
-#: wrote them and the moment they are read.
+#: A prefix is computed at most this many times: other requests may evict its pages between
+#: the step that wrote them and the moment they are read.
 _ATTEMPTS = 3
 
 

@@ -266,6 +266,9 @@ class RandomCheckpoint:
         """Names begin with ``model.``; there are no optional biases."""
         return name == "model.embed_tokens" or name.endswith(self._joined)
 
+    def alike(self, one: str, other: str) -> bool:
+        return False
+
     def entries(self) -> Sequence[TensorEntry]:
         return []
 

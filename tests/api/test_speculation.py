@@ -17,6 +17,7 @@ from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
 from sdk.engine.scheduling.suffix_automaton import SuffixAutomaton
 from tests.drafting_heads import PROMPTS, TinyHeads
+from tests.next_token import NextToken
 
 #: As many drafts as possible, whatever they cost: the most that can go wrong.
 ALWAYS = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
@@ -59,7 +60,7 @@ KINDS = {
     "choice": GREEDY.clone(structured_outputs={"choice": ["a long choice", "another long one"]}),
 }
 #: How messages list the methods.
-METHODS = "'ngram', 'grammar', 'self', 'draft_model', 'eagle', 'eagle3' or 'medusa'"
+METHODS = "'ngram', 'grammar', 'self', 'mtp', 'draft_model', 'eagle', 'eagle3' or 'medusa'"
 NO_DRAFTS = ("mirostat", "callbacks", "guided")
 #: Options of the engine; each is one row of the matrix.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -86,13 +87,19 @@ class Method(NamedTuple):
 
 
 @pytest.fixture(
-    params=["ngram", "self", "draft_model", "eagle", "eagle3", "medusa", "weights and matches"]
+    params=[
+        *("ngram", "self", "mtp", "draft_model", "eagle", "eagle3", "medusa"),
+        "weights and matches",
+    ]
 )
 def method(request: pytest.FixtureRequest, golden: Path) -> Method:
     if request.param in ("eagle", "eagle3", "medusa"):
         heads: TinyHeads = request.getfixturevalue("tiny_heads")
         config = SMALLER | {"method": request.param, "model": heads.folders[request.param]}
         return Method(heads.target, config)
+    if request.param == "mtp":
+        tiny: NextToken = request.getfixturevalue("tiny_next_token")
+        return Method(tiny.folder, {"method": "mtp", **ONLY_WEIGHTS})
     if request.param == "ngram":
         return Method(golden / "gguf-Q8_0" / "model.gguf", ALWAYS)
     if request.param in ("draft_model", "weights and matches"):

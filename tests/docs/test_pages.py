@@ -16,6 +16,7 @@ from sdk import LLM, SamplingParams
 from sdk.testing import tiny_adapter
 from tests.docs.pages import DOCS, PAGES, Block, blocks, name_of
 from tests.drafting_heads import untrained_eagle
+from tests.next_token import NextToken
 from tests.serving.serving import running
 
 #: Pages whose code other tests run.
@@ -49,6 +50,7 @@ def run_page(
     smollm2: Path,
     minilm: Path,
     golden: Path,
+    tiny_next_token: NextToken,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Runner:
@@ -59,6 +61,7 @@ def run_page(
     (tmp_path / "float16-model").symlink_to(golden / "arch-llama3" / "hf")
     for name, rank in (("sql", 8), ("style", 16)):
         tiny_adapter(tmp_path / f"{name}-adapter", smollm2, rank=rank, scale=0.1)
+    (tmp_path / "glm-air").symlink_to(tiny_next_token.folder)
     untrained_eagle(tmp_path / "eagle-head", hidden=576, vocab=49152)
     monkeypatch.chdir(tmp_path)
     opened = LLM.__init__

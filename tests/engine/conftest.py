@@ -42,6 +42,8 @@ class Rig:
         self.runner = fake_runner.FakeRunner(
             self.config.page_size, self.config.num_pages, self._is_published
         )
+        if self.config.has_groups:
+            self.runner.groups = fake_runner.GroupMemory(self.config, self._is_attached)
         self.requests: dict[str, Request] = {}
         self.updates = []
 
@@ -49,6 +51,16 @@ class Rig:
         tiered = self.scheduler.tiered_pool
         page = place if tiered is None else tiered._pages.get(place)
         return page is not None and self.pool.key(page) is not None
+
+    def _is_attached(self, group: int, frame: int) -> bool:
+        return self.scheduler.groups.frames[group]._pages[frame] > 0
+
+    def vacate(self) -> None:
+        """The ranks return the memory that moves to another kind."""
+        if self.config.has_groups:
+            vacated = self.scheduler.groups.take_vacated()
+            self.runner.groups.vacate(vacated)
+            self.runner.vacate(vacated.pages)
 
     def add(
         self,
@@ -85,6 +97,7 @@ class Rig:
         self.scheduler.check()
         updates = self.scheduler.commit(self.runner.execute(plan))
         self.scheduler.check()
+        self.vacate()
         self.updates += updates
         return plan, updates
 

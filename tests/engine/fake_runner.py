@@ -91,7 +91,8 @@ class FakeRunner:
     ops = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     drafting = None
 
-    def __init__(self, page_size: int, num_pages: int, published=None) -> None:
+    def __init__(self, page_size: int, num_pages: int, published=None, groups=None) -> None:
+        self.groups = groups  # the memory of window groups and states, if there are any
         self.page_size = page_size
         self.num_pages = num_pages
         self.published = published or (lambda page: False)  # may this page still be written?
@@ -102,6 +103,7 @@ class FakeRunner:
         self.errors: dict[str, str] = {}  # to be returned with the next step
         self.failure: BaseException | None = None  # to be raised by the next step
         self.started = self.closed = 0
+        self.computed: list[bytes] = []  # the values of all tokens that ran, in order
         self.launched: deque = deque()  # plans, results, states
         self.native_seconds = 0.0
 
@@ -110,6 +112,11 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed += 1
+
+    @property
+    def num_repeated(self) -> int:
+        """Tokens that were computed although they had been before, after the same tokens."""
+        return len(self.computed) - len(set(self.computed))
 
     @property
     def kv(self):
@@ -141,6 +148,7 @@ class FakeRunner:
                 if one is not None and tokens:
                     one["tokens"] += tokens
                     one["computed"] += len(tokens) - 1
+                    one["current"] += len(tokens) if one["drafted"] else 0
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -152,11 +160,13 @@ class FakeRunner:
             if isinstance(one, Swap):
                 self._swap(*one)
             elif isinstance(one, Duplicate):
-                self._duplicate(*one)
+                self._duplicate(one)
             else:
                 self._move(*one)
         for request_id, pages in plan.new_pages:
             self.requests[request_id]["pages"] += pages
+        for request_id, frames in plan.new_frames:
+            self.groups.add(self.requests[request_id], frames)
         for request_id in plan.dropped:
             self.requests.pop(request_id, None)
         for start in plan.started:
@@ -168,10 +178,18 @@ class FakeRunner:
                 "pages": list(start.pages),
                 "start": start,
                 "negative": None,
+                "frames": {},
+                "current": 0,
+                "drafted": False,
+                "has_run": False,
             }
+            for frames in start.frames:
+                self.groups.add(self.requests[start.request_id], frames)
             if start.spec.negative_of is not None:
                 self.requests[start.spec.negative_of]["negative"] = self.requests[start.request_id]
         assert not plan.sampled, "this rank samples itself"
+        if self.groups is not None:
+            self.groups.begin(plan)
         scored, hidden = {}, {}
         states = [self.requests[row.request_id] for row in plan.rows]
         busy = [id(one) for _, _, others in self.launched for one in others]
@@ -207,8 +225,12 @@ class FakeRunner:
         for state in self.requests.values():
             state["pages"] = [target if page == source else page for page in state["pages"]]
 
-    def _duplicate(self, source: int, target: int) -> None:
+    def _duplicate(self, one: Duplicate) -> None:
         """Both pages stay; what lay in the memory of the target is lost."""
+        source, target, group = one
+        if group is not None:
+            self.groups.duplicate(group, source, target)
+            return
         assert page_tier(source)[0] == page_tier(target)[0] == 0, "a copy of recoded values"
         values = [self.slots.get((source, i), b"unwritten") for i in range(self.page_size)]
         for offset, value in enumerate(values):
@@ -270,7 +292,10 @@ class FakeRunner:
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
             self._write(*slot, values[-1], self.slots)
+            self.computed.append(values[-1])
         state["values"] = values
+        if self.groups is not None:
+            self.groups.run(row, state, begin, values)
         if start.spec.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
             last = min(end, start.num_prompt_tokens - 1)
             scored[request_id] = tuple(
@@ -278,3 +303,98 @@ class FakeRunner:
             )
         if end == len(tokens) and start.spec.kind == "embed":
             hidden[request_id] = [float(_token(value)) for value in values]
+
+
+class GroupMemory:
+    """The frames and slots of a rank, in which each token's value and each state is written.
+
+    A row must find in its frames the values that the pages have, as far as its windows reach, and
+    in its slot the state after the tokens before. In one plan no row may read or write what another
+    one writes.
+    """
+
+    def __init__(self, config, attached=None) -> None:
+        self.page_size = config.page_size
+        self.windows = config.windows
+        self.states = config.states
+        self.attached = attached or (lambda group, frame: False)  # may it still be written?
+        self.values: dict[tuple[int, int, int], bytes] = {}  # by group, frame, offset
+        self.slots: dict[int, bytes] = {}
+        self.most_held = [0] * len(config.windows)
+
+    def add(self, state, frames) -> None:
+        """New frames of a request."""
+        assert all(0 < frame < self.windows[frames.group].num_frames for frame in frames.frames)
+        for index, frame in enumerate(frames.frames, frames.first):
+            state["frames"][frames.group, index] = frame
+
+    def duplicate(self, group: int, source: int, target: int) -> None:
+        for offset in range(self.page_size):
+            value = self.values.get((group, source, offset), b"unwritten")
+            self.values[group, target, offset] = value
+
+    def vacate(self, vacated) -> None:
+        """The memory of these was given to another kind."""
+        for group, frames in enumerate(vacated.frames):
+            for frame in frames:
+                for offset in range(self.page_size):
+                    self.values.pop((group, frame, offset), None)
+        for slot in vacated.slots:
+            self.slots.pop(slot, None)
+
+    def begin(self, plan: StepPlan) -> None:
+        self.reads: dict[tuple, str] = {}
+        self.writes: dict[tuple, str] = {}
+        self.saves: dict[str, list] = {}
+        for save in plan.state_saves:
+            assert 0 < save.slot < self.states.num_slots
+            self.saves.setdefault(save.request_id, []).append(save)
+        assert self.saves.keys() <= {row.request_id for row in plan.rows}, "saved without a row"
+
+    def note(self, places: dict, others: tuple[dict, ...], place: tuple, name: str) -> None:
+        for one in others:
+            assert one.get(place, name) == name, "a row writes what another one needs"
+        places[place] = name
+
+    def run(self, row: StepRow, state, begin: int, values: list[bytes]) -> None:
+        name, end = row.request_id, len(values)
+        for group, one in enumerate(self.windows):
+            for position in range(max(begin + 1 - one.window, 0), end):
+                index, offset = divmod(position, self.page_size)
+                assert (group, index) in state["frames"], "a page in the window has no frame"
+                frame = state["frames"][group, index]
+                if position >= begin:
+                    assert not self.attached(group, frame), "a frame others may read is written"
+                    self.note(self.writes, (self.reads, self.writes), (group, frame), name)
+                    self.values[group, frame, offset] = values[position]
+                else:
+                    self.note(self.reads, (self.writes,), (group, frame), name)
+                found = self.values.get((group, frame, offset))
+                assert found == values[position], "a frame has another content"
+        if self.states is not None:
+            self.run_state(row, state, begin, values)
+
+    def run_state(self, row: StepRow, state, begin: int, values: list[bytes]) -> None:
+        name, slots, start = row.request_id, state["start"].state_slots, state["start"]
+        assert len(slots) == self.states.drafts + 1 and len(row.drafts) <= self.states.drafts
+        current = state["current"] % len(slots)
+        slot = slots[current] if state["has_run"] else start.initial_state
+        if slot < 0:
+            assert not begin, "a state begins in the middle"
+        else:
+            self.note(self.reads, (self.writes,), (slot,), name)
+            assert begin and self.slots.get(slot) == values[begin - 1], "a wrong state"
+        state["has_run"], state["drafted"] = True, bool(row.drafts)
+        written = {current: values[-1]}
+        if row.drafts:
+            written = {
+                (current + 1 + i) % len(slots): value for i, value in enumerate(values[begin:])
+            }
+        for index, value in written.items():
+            self.note(self.writes, (self.reads, self.writes), (slots[index],), name)
+            self.slots[slots[index]] = value
+        for save in self.saves.get(name, ()):
+            assert begin < save.num_tokens <= len(values) - len(row.drafts), "saved elsewhere"
+            assert (save.slot,) not in self.writes, "a slot is written twice"
+            self.note(self.writes, (self.reads,), (save.slot,), name)
+            self.slots[save.slot] = values[save.num_tokens - 1]

@@ -28,7 +28,7 @@ def model(golden: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def cache_for(model: Any, dtype: str) -> KVCache:
-    cache = KVCache(kv_spec(model.config, model.config.num_kv_heads, 32, dtype), 3)
+    cache = KVCache(kv_spec(model.config, 32, dtype), 3)
     centre_keys(cache, model)
     return cache
 

@@ -29,10 +29,12 @@ from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.engine.scheduling.prompt_lookup import PromptLookup
+from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
 from sdk.quant.spec import KVSpec
 
 SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages
 
+MOST_DRAFTS = 4
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
 
 
@@ -69,6 +71,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight=st.sampled_from([1, 1, 2, 3]),
         min_concurrent_tokens=st.sampled_from([0, 1, 4]),
         drafts=st.sampled_from([0, 0, 1, 3, 4]),
+        windows=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 150)), max_size=2),
+        slot_bytes=st.sampled_from([None, 30, 90, 900]),
+        memory=st.sampled_from([None, 0.0, 0.3, 1.0]),
+        groups=st.sampled_from([False, True]),
     )
     def start(
         self,
@@ -89,7 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight,
         min_concurrent_tokens,
         drafts,
+        windows,
+        slot_bytes,
+        memory,
+        groups,
     ) -> None:
+        options = {}
+        if groups:
+            swap, bits = 0, (16,)
+            options = self.group_options(pages, page_size, windows, slot_bytes, memory, chunked)
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
         self.rig = self.rig_class(
             num_pages=1 + pages,
@@ -107,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             short_step_tokens=short,
             prefix_eviction=eviction,
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
+            **options,
         )
         self.longest = min(max_model_len - 1, pages * page_size)
         self.rig.scheduler.batches_in_flight = in_flight
@@ -116,6 +131,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.scheduler.drafts = Drafts(lookup, 4, most_in_step=6)
         elif drafts:
             self.rig.scheduler.drafts = Drafts(ScriptedDrafter(), drafts)
+
+    def group_options(self, pages, page_size, windows, slot_bytes, memory, chunked) -> dict:
+        """Window groups and states with enough memory for one request and its negative sequence,
+        in which the longest one of ``pages`` pages runs; ``memory``: some more, or all places."""
+        slots, needed = 0, pages * 100
+        groups = []
+        for window, nbytes in windows:
+            frames = 3 + (2 * min(pages, window // page_size + 2) if chunked else 2 * pages)
+            groups.append((window, nbytes, frames))
+            needed += nbytes * frames
+        if slot_bytes is not None:
+            slots = 2 * (MOST_DRAFTS + 2)
+            needed += slot_bytes * slots
+        extra = 30
+        return {
+            "windows": tuple(WindowGroup(one[0], one[1], one[2] + 1 + extra) for one in groups),
+            "states": StateSlots(slot_bytes, slots + 1 + extra, MOST_DRAFTS) if slots else None,
+            "page_bytes": 100,
+            "cache_bytes": None if memory is None else int(needed * (1 + memory)),
+        }
 
     # Events
 
@@ -154,6 +189,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in range(count):  # a batch with one prefix
             self.add_one([*prompt[:-1], 7 * i], kind=kind, **params)
 
+    @precondition(lambda self: self.rig.requests)
+    @rule(
+        data=st.data(),
+        tails=st.lists(
+            st.lists(st.integers(0, 999), min_size=1, max_size=9), min_size=1, max_size=3
+        ),
+        max_tokens=st.integers(1, 12),
+    )
+    def go_on(self, data: st.DataObject, tails, max_tokens) -> None:
+        """The next turn of some request, its last message edited, or agents that branch."""
+        request = self.rig.requests[data.draw(st.sampled_from(sorted(self.rig.requests)))]
+        most = min(request.num_tokens, self.longest - 1)
+        cut = data.draw(st.sampled_from([most, most]) | st.integers(0, most))
+        for tail in tails:
+            prompt = [*request.token_ids[:cut], *tail][: self.longest]
+            self.add_one(prompt, max_tokens=max_tokens, salt=request.job.cache_salt)
+
     def add_one(self, prompt, rewinds=False, **params) -> None:
         """Where pins leave room for it. ``rewinds``: no token of its answer is certain."""
         request_id, prefixes = str(self.num_added), self.rig.scheduler.prefixes
@@ -169,12 +221,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rooms[request_id] = prefixes.available_pages(request)
         self.num_added += 1
 
+    def room(self, num_sequences: int) -> int:
+        """The pages that a request with so many sequences could get without pins."""
+        groups = self.rig.scheduler.groups
+        return self.rig.pool.capacity if groups is None else groups.most_pages(num_sequences, 0)
+
     def longest_guided(self, num: int, negative: int, room: int | None = None) -> int:
         """The longest answer for which both prompts fit, by trying them all."""
         config, longest = self.rig.config, 0
         for answer in range(1, config.max_model_len + 1 - max(num, negative)):
             pages = [-(-(start + answer - 1) // config.page_size) for start in (num, negative)]
-            if sum(pages) <= (self.rig.pool.capacity if room is None else room):
+            if sum(pages) <= (self.room(2) if room is None else room):
                 longest = answer
         return longest
 
@@ -249,6 +306,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             during()
             scheduler.check()
         rig.updates += scheduler.commit(rig.runner.result())
+        if not rig.runner.launched:
+            rig.vacate()
         assert not rig.runner.errors
         scheduler.check()
 
@@ -387,6 +446,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = self.rig.pool.num_available + pinned
         assert room >= self.rig.pool.capacity, "a page leaked"
         assert room == self.rig.pool.capacity or self.rig.scheduler.tiered_pool is not None
+        if (groups := self.rig.scheduler.groups) is not None:
+            assert all(pool.claimed == pool.num_pinned for pool in groups.frames)
 
     @rule(data=st.data(), pages=st.integers(1, 6))
     def pin(self, data: st.DataObject, pages: int) -> None:
@@ -410,6 +471,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens, salt = self.pinned.pop()
         PrefixStore(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
 
+    @precondition(lambda self: self.rig.scheduler.groups is None)
     @rule(data=st.data(), times=st.integers(1, 8))
     def have_fewer_pages_for_a_while(self, data: st.DataObject, times: int) -> None:
         """What runs is preempted where it must be; the first in order goes on."""

@@ -35,6 +35,7 @@ from sdk.kernels.reference.decode import decode
 from sdk.kernels.rounding import Rounding
 from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.kernels.sampling import SampleBuffers
+from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 
 MACHINE = {"card": "a card that is not here", "driver": "1"}
@@ -95,9 +96,36 @@ def rope(
     return "rope_and_cache", like, {"head_dim": 64, "kv_dtype": own.dtype}
 
 
+def latent_pages(dtype: str) -> KVPages:
+    caches = (AttentionCache(1, 96, 64, latent=True),) * 3
+    spec = KVSpec(3, 1, 96, 16, dtype, caches)
+    return KVCache(spec, 2, keys_transposed=False).layers[1]
+
+
+def latent(dtype: str, op: str) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    """Attention over latent pages, and their write."""
+    own, q = latent_pages(dtype), heads(4, 96)
+    fields = {"head_dim": 96, "value_dim": 64, "kv_dtype": own.dtype}
+    if op == "attention":
+        like = (q, own, 0.2, None, None, None, None, False, True)
+        return op, like, {**fields, "format": "latent"}
+    return op, (q, heads(1), torch.zeros(2, 16), own, QueryScale(0.1, 16384)), fields
+
+
 def norm_of(*shape: int, biased: bool = False, centred: bool = False) -> Norm:
     weight = torch.ones(shape)
     return Norm(weight, 1e-5, weight.clone() if biased else None, centred)
+
+
+def slots(*shape: int) -> Tensor:
+    return torch.zeros(2, *shape)
+
+
+def delta(
+    decay: Tensor, eps: float | None = 1e-6, *, tiled: bool = False
+) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    like = heads(2, 32), heads(2, 32), heads(4, 24), decay, slots(4, 32, 24), eps, tiled
+    return "gated_delta", like, {"head_dim": 32, "format": "rows" if decay.dim() == 3 else ""}
 
 
 CODES = ActivationScheme("int")
@@ -131,6 +159,9 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
     "clamp": lambda: ("clamp", (rows(70),), {}),
     "select_rows": lambda: ("select_rows", (rows(70, F32),), {}),
     "take_columns": lambda: ("take_columns", (rows(70),), {}),
+    "attention-latent": lambda: latent("float16", "attention"),
+    "attention-latent-int8": lambda: latent("int8", "attention"),
+    "latent_rope": lambda: latent("fp8", "latent_rope_and_cache"),
     "rope_angles": lambda: ("rope_angles", (torch.ones(32),), {}),
     "find_places": lambda: ("find_places", (16,), {}),
     **{
@@ -168,6 +199,43 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         {},
     ),
     "sample": lambda: ("sample", (rows(9000, F32),), {}),
+    "causal_conv": lambda: (
+        "causal_conv",
+        (rows(70), torch.zeros(70, 4), rows(70, F32)[0], slots(3, 70), "silu", None, None),
+        {},
+    ),
+    "causal_conv-gated": lambda: (
+        "causal_conv",
+        (rows(70), torch.zeros(70, 3), None, slots(2, 70), None, rows(70), rows(70)),
+        {"format": "before after"},
+    ),
+    "gated_delta": lambda: delta(slots(4)),
+    "gated_delta-rows": lambda: delta(slots(4, 32), eps=None, tiled=True),
+    "ssd": lambda: (
+        "ssd",
+        (heads(4, 24), heads(2, 32), rows(4, F32)[0], slots(4, 24, 32)),
+        {"head_dim": 32},
+    ),
+    "rates": lambda: (
+        "rates",
+        (rows(70), "softplus", rows(70, F32)[0], rows(7, F32)[0], (0.01, 8.0)),
+        {"format": "softplus"},
+    ),
+    "rates-sigmoid": lambda: (
+        "rates",
+        (rows(70), "sigmoid", None, None, None),
+        {"format": "sigmoid"},
+    ),
+    "gated_norm": lambda: (
+        "gated_norm",
+        (heads(3), heads(3), norm_of(64), "silu", False),
+        {"format": "silu"},
+    ),
+    "gated_norm-first": lambda: (
+        "gated_norm",
+        (heads(3), heads(3), norm_of(3, 64), "silu", True),
+        {"format": "silu first"},
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
+from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import pack_codes
 
 LEVELS = levels()
@@ -252,6 +253,20 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     """A backend of two threads at each SIMD level this CPU has."""
     assert LEVELS, "the native module is not built: run `make build`"
     opened = open_backend("cpu", 2, request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session", params=("reference", *LEVELS))
+def each_ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """The operators of the reference, and of two native threads at each SIMD level."""
+    assert LEVELS, "the native module is not built: run `make build`"
+    if request.param == "reference":
+        opened = Ops("cpu", num_threads=2, backends=["reference"])
+    else:
+        opened = Ops("cpu", num_threads=2, backends=["cpu"])
+        opened.close()
+        opened.context.backends[:] = [open_backend("cpu", 2, request.param)]
     yield opened
     opened.close()
 

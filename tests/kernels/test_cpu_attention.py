@@ -379,10 +379,10 @@ def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
     reason = kernel.reject(Problem("attention", head_dim=64, kv_dtype="int8/int3"))
     assert reason is not None
     assert reason.startswith("KV pages of int3: expected float32, float16, bfloat16, int8")
-    for head_dim in (0, 12, 520):
+    for head_dim in (0, 12, 584):
         reason = kernel.reject(Problem("attention", head_dim=head_dim, kv_dtype="float16"))
-        assert reason == f"head_dim {head_dim}: expected a multiple of 8 up to 512"
-    assert kernel.reject(Problem("attention", head_dim=512, kv_dtype="int8/int4")) is None
+        assert reason == f"head_dim {head_dim}: expected a multiple of 8 up to 576"
+    assert kernel.reject(Problem("attention", head_dim=576, kv_dtype="int8/int4")) is None
 
 
 def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:

@@ -153,7 +153,7 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
         assert x[0].isnan().nonzero().flatten().tolist() == [3, 19]
     (kernel,) = backend.implementations("gated_activation")
     (gating,) = backend.implementations("gate")
-    for name in ("sigmoid", "softplus", "linear"):
+    for name in ("sigmoid", "softplus", "silu", "linear"):
         for gates in (40, 2):
             x, gate = torch.ones(1, 40), torch.ones(1, gates)
             gate[0, 1] = float("nan")
@@ -182,7 +182,7 @@ def test_a_row_has_the_same_bits_in_every_batch(backend: CpuBackend, cases: Any)
         assert torch.equal(one_half[0], half[row])
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "softplus", "linear"])
+@pytest.mark.parametrize("kind", ["sigmoid", "softplus", "silu", "linear"])
 @pytest.mark.parametrize("width", [1, 24])
 def test_a_gate_matches_float64(backend: CpuBackend, kind: str, width: int) -> None:
     """Of each number, or of runs of them as of heads; rows of the gate lie in wider ones."""
@@ -192,8 +192,8 @@ def test_a_gate_matches_float64(backend: CpuBackend, kind: str, width: int) -> N
     x = torch.randn(3, 402 * width, generator=torch.Generator().manual_seed(1))
     out = x.clone()
     kernel.run(out, gate, kind)
-    of = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "linear": lambda given: given}
-    factor = of[kind](gate.double())
+    of = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "silu": F.silu}
+    factor = of.get(kind, lambda given: given)(gate.double())
     wanted = (x.double().view(3, 402, width) * factor.unsqueeze(2)).view(3, -1)
     assert ((out.double() - wanted).abs() <= 1e-6 * wanted.abs() + 1e-12).all()
     one = x[1:2].clone()

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from sdk.kernels import cpu, kv_tiers, sampling
+from sdk.kernels import cpu, kv_tiers, mlp_activations, sampling, state_ops
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import (
     elementwise,
@@ -21,6 +21,7 @@ from sdk.kernels.cpu import (
     pages,
     runtime,
     scheme_linear,
+    states,
 )
 from sdk.kernels.route_rule import GATES, MAX_SCORED
 
@@ -152,9 +153,14 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     routes = ("kRouteSoftmax", "kRouteSigmoid", "kRouteSqrtSoftplus", "kRouteSparse")
     assert [table[name] for name in routes] == list(range(len(GATES)))
     assert table["kRouteKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
-    names = {"sigmoid": "kGateSigmoid", "softplus": "kGateSoftplus", "linear": "kGateLinear"}
-    gates = {kind: table[name] for kind, name in names.items()}
-    assert gates == elementwise._GATES and len(gates) == table["kGateKinds"]
+    gates = {kind: table[f"kGate{kind.capitalize()}"] for kind in mlp_activations.GATES}
+    assert gates == elementwise.GATE_KINDS and len(gates) == table["kGateKinds"]
+    norms = {"silu": table["kNormSilu"], "sigmoid": table["kNormSigmoid"]}
+    assert norms == states.NORM_GATES and len(norms) == table["kNormGates"]
+    assert (
+        table["kMaxTaps"],
+        table["kMaxStateDim"],
+    ) == (state_ops.MAX_TAPS, state_ops.MAX_STATE_DIM)
     types = {
         "float16": "kF16",
         "bfloat16": "kBF16",

@@ -201,9 +201,7 @@ def test_a_gate_of_another_size_or_kind_is_refused(ops: Ops) -> None:
     x = torch.ones(2, 12)
     assert torch.equal(ops.gate(x[:0], torch.ones(0, 3), "sigmoid"), x[:0])
     for gate, kind in ((torch.ones(2, 5), "sigmoid"), (torch.ones(2, 4), "relu")):
-        with pytest.raises(
-            KernelError, match=r"gate: expected one of sigmoid, softplus, linear for"
-        ):
+        with pytest.raises(KernelError, match=r"gate: expected one of sigmoid, .* for equal"):
             ops.gate(x, gate, kind)  # type: ignore[arg-type]
 
 

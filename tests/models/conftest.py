@@ -8,6 +8,7 @@ tokens, a step is ``{request: number of tokens}``.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,19 +26,22 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.kernels.states import LayerState, StateBatch
 from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.hf_folder import HfFolder
+from sdk.loaders.qkv_rows import delta_rows
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
 from sdk.models.config_keys import FIXED, read_keys
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
-from sdk.quant.caches import AttentionCache
+from sdk.quant.caches import AttentionCache, StateCache
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import DenseWeight, Weight
 
 PAGE_SIZE = 16
+SLOTS = 12
 TINY = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -92,6 +96,9 @@ class DictCheckpoint:
 
     def has(self, name: str) -> bool:
         return name in self.tensors or f"{name}.weight" in self.tensors
+
+    def alike(self, one: str, other: str) -> bool:
+        return False
 
     def entries(self) -> Sequence[TensorEntry]:
         return [TensorEntry(n, tuple(t.shape), "f32", t.nbytes) for n, t in self.tensors.items()]
@@ -150,6 +157,9 @@ def checkpoint_of(model: Any, *, stored: bool = False) -> DictCheckpoint:
     tensors = state
     if not stored:
         tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
+        for name in tensors:
+            rows = delta_rows(model.config.to_dict(), name.removesuffix(".weight"))
+            tensors[name] = tensors[name] if rows is None else tensors[name][rows]
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     own = architecture(kind)
@@ -213,9 +223,23 @@ def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str
 
 
 def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
-    """transformers' logits at every position, float32 ``[T, vocab]``."""
+    """transformers' logits at every position, float32 ``[T, vocab]``.
+
+    Delta nets run token by token: their code for prompts has ten times the error of that for one
+    token, compared with float64.
+    """
+    if hasattr(model.config, "linear_num_key_heads"):
+        return _by_steps(model, ids)
     with torch.no_grad():
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+
+def _by_steps(model: Any, ids: Sequence[int]) -> Tensor:
+    cache, found = transformers.DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for token in ids:
+            found.append(model(input_ids=torch.tensor([[token]]), cache=cache).logits[0, 0])
+    return torch.stack(found).float()
 
 
 def expected_states(model: Any, ids: Sequence[int]) -> Tensor:
@@ -231,24 +255,48 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, 96, (length,), generator=generator).tolist()
 
 
-class Paged:
-    """A model with its pages; every request gets shuffled pages, all filled with noise at first."""
+def _pages(cache: AttentionCache, kv_heads: int, pages: int, noise: torch.Generator) -> KVPages:
+    shape = (pages, kv_heads, PAGE_SIZE, cache.key_dim)
+    transposed = (*shape[:2], cache.key_dim, PAGE_SIZE)
+    return KVPages(
+        torch.randn(transposed, generator=noise).transpose(2, 3),
+        torch.randn((*shape[:3], cache.value_dim), generator=noise),
+        KV_TYPES["float32"],
+        KV_TYPES["float32"],
+    )
 
-    def __init__(self, model: CausalLM, kv_heads: int | None = None, pages: int = 64) -> None:
+
+def _state(cache: StateCache, noise: torch.Generator) -> LayerState:
+    """Slots of noise, which are not next to each other."""
+    sizes = [math.prod(part.shape) for part in cache.parts]
+    memory = torch.randn(SLOTS, sum(sizes) + 8, generator=noise)
+    parts = memory[:, : sum(sizes)].split(sizes, dim=1)
+    return LayerState(
+        {p.name: x.view(SLOTS, *p.shape) for p, x in zip(cache.parts, parts, strict=True)}
+    )
+
+
+class Paged:
+    """A model with its pages and states; every request gets shuffled ones, filled with noise."""
+
+    def __init__(
+        self, model: CausalLM, kv_heads: int | None = None, pages: int = 64, ranks: int = 1
+    ) -> None:
         c = model.config
         generator = torch.Generator().manual_seed(7)
         self.model = model
-        self.kv = []
-        for cache in c.caches if c.causal else c.caches[:1]:
-            assert isinstance(cache, AttentionCache)
-            heads = cache.kv_heads if kv_heads is None else kv_heads
-            keys = torch.randn(pages, heads, cache.key_dim, PAGE_SIZE, generator=generator)
-            values = torch.randn(pages, heads, PAGE_SIZE, cache.value_dim, generator=generator)
-            kinds = KV_TYPES["float32"], KV_TYPES["float32"]
-            self.kv.append(KVPages(keys.transpose(2, 3), values, *kinds))
+        caches = c.rank_caches(ranks) if c.causal else c.caches[:1]
+        self.kv: list[KVPages | LayerState] = [
+            _state(cache, generator)
+            if isinstance(cache, StateCache)
+            else _pages(cache, kv_heads or cache.kv_heads, pages, generator)
+            for cache in caches
+        ]
         self.free = torch.randperm(pages, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
+        self.slots = torch.randperm(SLOTS - 1, generator=generator).tolist()
+        self.slot: dict[str, int] = {}
 
     def step(self, work: Mapping[str, Sequence[int] | Tensor]) -> dict[str, Tensor]:
         """Run the given next tokens of each request in one batch; logits ``[n, vocab]``, or hidden
@@ -258,6 +306,7 @@ class Paged:
         """
         positions: list[int] = []
         slots: list[int] = []
+        begun = {name: self.done.get(name, 0) > 0 for name in work}
         for name, ids in work.items():
             table, begin = self.tables.setdefault(name, []), self.done.get(name, 0)
             while len(table) * PAGE_SIZE < begin + len(ids):
@@ -281,6 +330,7 @@ class Paged:
             max_query_len=max(counts),
             max_context_len=max(lengths),
             token_types=torch.zeros(sum(counts), dtype=torch.int64),
+            states=self._states(begun, starts),
         )
         flat = torch.cat([torch.as_tensor(ids) for ids in work.values()])
         with torch.no_grad():
@@ -288,6 +338,18 @@ class Paged:
             if self.model.config.causal:
                 found = self.model.logits(found)
         return dict(zip(work, found.split(counts), strict=True))
+
+    def _states(self, begun: Mapping[str, bool], starts: Sequence[int]) -> StateBatch:
+        """The states of a step: every request has a slot, which its last token writes."""
+        for name in begun:
+            if name not in self.slot:
+                self.slot[name] = 1 + self.slots.pop()
+        own = [self.slot[name] for name in begun]
+        initial = [slot if begun[name] else -1 for name, slot in zip(begun, own, strict=True)]
+        saves = torch.arange(len(own) + 1)
+        last = [end - 1 for end in starts[1:]]
+        given = (initial, saves.tolist(), last, own)
+        return StateBatch(*(torch.tensor(values, dtype=torch.int32) for values in given))
 
     def run(self, name: str, ids: Sequence[int], splits: Sequence[int] = ()) -> Tensor:
         """All of ``ids``, cut before the given positions: logits ``[len(ids), vocab]``."""

@@ -16,6 +16,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 #: Groups of experts, as of the large ones.
 _GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _MTP: dict[str, Any] = {"num_nextn_predict_layers": 1}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 _THREE_TO_ONE = [_SLIDING, _SLIDING, _SLIDING, _FULL]
 _TWO_ROTATIONS = {
     _FULL: {
@@ -26,6 +32,18 @@ _TWO_ROTATIONS = {
         "partial_rotary_factor": 0.5,
     },
     _SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+
+_LINEAR = "linear_attention"
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 16}
+#: transformers clamps time steps of prompts alone: see models/architectures/nemotron_h.py.
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "time_step_min": 1e-9,
+    "moe_shared_expert_intermediate_size": 32,
 }
 
 RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
@@ -56,7 +74,15 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             {"q_lora_rank": None},  # Lite
             {**_GROUPS, "topk_method": "group_limited_greedy"},
         ),
-        "deepseek_v3": ({**_GROUPS, **_MTP},),
+        "deepseek_v3": (
+            {**_GROUPS, **_MTP},
+            {
+                **_GROUPS,
+                "attention_bias": True,
+                "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        ),
+        "deepseek_v32": (_GROUPS,),
         "dots1": ({"n_shared_experts": 2},),
         "ernie4_5_moe": ({"moe_num_shared_experts": 2, "tie_word_embeddings": True},),
         "exaone_moe": ({"num_shared_experts": 1, "layer_types": _THREE_TO_ONE},),
@@ -65,15 +91,31 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             {"new_decoder_architecture": True, "num_kv_heads": 2},
             {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
         ),
+        "glm4_moe_lite": ({"n_shared_experts": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},),
         "glm4_moe": ({"use_qk_norm": True, **_MTP}, {"attention_bias": True}),
+        "glm_moe_dsa": ({"indexer_types": ["full", "shared", "full", "shared"]},),
         "gpt_bigcode": ({}, {"multi_query": False}),
         "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": 9},),
         "gpt_neox": ({}, {"use_parallel_residual": False}),
         "granitemoe": ({"embedding_multiplier": 3.0, "residual_multiplier": 0.5},),
         "granitemoeshared": ({"shared_intermediate_size": 32},),
         "granitemoe_swa": ({"shared_intermediate_size": 32, "layer_types": _THREE_TO_ONE},),
+        "falcon_h1": (
+            {
+                **_MAMBA,
+                "mamba_d_ssm": 128,
+                "ssm_multipliers": [0.4, 0.3, 0.2, 0.5, 0.4],
+                "mlp_multipliers": [0.9, 0.4],
+                "key_multiplier": 0.4,
+                "attention_out_multiplier": 0.9,
+                "ssm_out_multiplier": 0.3,
+                "embedding_multiplier": 5.7,
+                "lm_head_multiplier": 0.2,
+            },
+        ),
         "granitemoehybrid": (
-            {"layer_types": [*["mamba"] * 3, "attention"]},
+            {**_MAMBA, "layer_types": [*["mamba"] * 3, "attention"]},
+            {**_MAMBA, "layer_types": [*["mamba"] * 3, "attention"], "num_local_experts": 0},
             {"layer_types": ["attention"] * 4, "num_local_experts": 0},
         ),
         "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2},),
@@ -88,6 +130,8 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             },
         ),
         "lfm2": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
+        "lfm2_moe": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
+        "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},),
         "mellum": ({"layer_types": _THREE_TO_ONE}, {}),
         "minimax_m3_vl_text": (
             {"layer_types": [_FULL, *["minimax_m3_sparse"] * 3], "index_block_size": 8},
@@ -115,6 +159,15 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
                 "sliding_window": 9,
                 "max_window_layers": 2,
                 "mlp_only_layers": [1],
+            },
+        ),
+        "nemotron_h": (
+            {**_NEMOTRON, "layers_block_type": [_LINEAR, "mlp", _FULL, "mlp"]},
+            {**_NEMOTRON, "layers_block_type": [_LINEAR, "moe", _FULL, "moe"]},
+            {
+                **_NEMOTRON,
+                "layers_block_type": [_LINEAR, "moe", _FULL, "moe"],
+                "moe_latent_size": 48,
             },
         ),
         "qwen3_5_text": ({"linear_num_value_heads": 4, "linear_num_key_heads": 2},),

@@ -176,7 +176,9 @@ def outcome_of(config: Any, folder: Path) -> str:
         found = Paged(build_model(checkpoint, Mesh(), ops, max_model_len=256)).run(
             "a", prompt(41, 1)
         )
-        unused = [name for name in checkpoint.unused() if "pooler" not in name]
+        unused = [
+            name for name in checkpoint.unused() if "pooler" not in name and ".indexer." not in name
+        ]
     except (CheckpointError, UnsupportedError) as error:
         return f"refused: {str(error).replace(str(folder), 'FOLDER')}"
     finally:

@@ -33,6 +33,13 @@ from tests.models.conftest import (
     prompt,
     tiny,
 )
+from tests.models.test_model_architectures import ARCHITECTURES, LATENT, V3
+
+#: Models with recurrent layers.
+HYBRIDS = (
+    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
+    "mamba2",
+)
 
 Load = Callable[..., Any]
 #: Those that transformers has a class for.
@@ -59,9 +66,17 @@ _MEMBERS = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 _V3 = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1}
+_INDEXER = {"index_topk": 40, "index_head_dim": 32, "index_n_heads": 2}
 _WINDOWED = {"sliding_window": 8, "num_hidden_layers": 4}
 #: What makes the keys of a model have an effect.
 BASES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": ARCHITECTURES["deepseek_v2"],
+    "deepseek_v3": {**V3, **LATENT},
+    "deepseek_v32": {**V3, **LATENT, **_INDEXER},
+    "glm4_moe_lite": ARCHITECTURES["glm4_moe_lite"],
+    "glm_moe_dsa": {**V3, **LATENT, **_INDEXER},
+    "youtu": LATENT,
+    "minicpm3": ARCHITECTURES["minicpm3"],
     "gemma2": _WINDOWED,
     "gemma3_text": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {
@@ -126,6 +141,9 @@ BASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_rope_theta": [3000.0, 0, 3000.0, 77.0],
     },
+    **{name: ARCHITECTURES[name] for name in HYBRIDS},
+    "falcon_h1": ARCHITECTURES["falcon_h1-norm-first"],
+    "olmo_hybrid": ARCHITECTURES["olmo_hybrid-rotated"],
     "laguna": {
         **_EXPERTS,
         **_WINDOWED,
@@ -222,8 +240,8 @@ def test_every_key_that_transformers_reads_is_accounted_for(model_type: str) -> 
     if model_type not in CAUSAL or towers:  # a tower's code reads a config of its own
         texts = [one for name, one in vars(modeling).items() if "Text" in name]
         code = "".join(inspect.getsource(one) for one in texts if inspect.isclass(one))
-    read = set(re.findall(r"\bconfig\.([a-z_0-9]+)", code))
-    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_0-9]+)\"", code))
+    read = set(re.findall(r"\bconfig\.([A-Za-z_0-9]+)", code))
+    read |= set(re.findall(r"getattr\((?:self\.)?config, \"([A-Za-z_0-9]+)\"", code))
     missing = (fields | read) - known_keys(OURS[model_type]) - _MEMBERS
     assert missing == set(), f"{model_type}: read by transformers {transformers.__version__}"
 
@@ -236,8 +254,8 @@ def test_the_keys_that_masks_and_rotations_read_are_accounted_for() -> None:
     known |= {"standardize_rope_params", "json"}
     for module in (masking_utils, modeling_rope_utils):
         code = inspect.getsource(module)
-        read = set(re.findall(r"\bconfig\.([a-z_0-9]+)", code))
-        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([a-z_0-9]+)\"", code))
+        read = set(re.findall(r"\bconfig\.([A-Za-z_0-9]+)", code))
+        read |= set(re.findall(r"getattr\((?:self\.)?config, \"([A-Za-z_0-9]+)\"", code))
         everything = known | set().union(*map(known_keys, OURS.values()))
         assert read - everything == set()
 

@@ -21,7 +21,7 @@ from sdk.models.config import ModelConfig
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
-from tests.models.test_model_architectures import EXPERTS, V3
+from tests.models.test_model_architectures import EXPERTS, LATENT, V3, YARN as LATENT_YARN
 
 Load = Callable[..., Any]
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}
@@ -80,7 +80,81 @@ SCALE_FACTS = {
 }
 #: The name in the file, which what follows a hyphen tells apart: transformers' model, its options,
 #: and metadata besides the usual ones.
+#: Latent attention, as files have it since April 2025 and before.
+LATENT_FACTS = {
+    "attention.q_lora_rank": (U32, 40),
+    "attention.kv_lora_rank": (U32, 48),
+    "attention.head_count_kv": (U32, 1),
+    "attention.key_length": (U32, 64),
+    "attention.value_length": (U32, 48),
+    "attention.key_length_mla": (U32, 40),
+    "attention.value_length_mla": (U32, 32),
+    "rope.dimension_count": (U32, 16),
+}
+OLD_LATENT_FACTS = {
+    **{key: LATENT_FACTS[key] for key in ("attention.kv_lora_rank", "rope.dimension_count")},
+    "attention.key_length": (U32, 40),
+    "attention.value_length": (U32, 32),
+}
+#: DeepSeek's files have a tenth of YaRN's multiplier.
+DEEPSEEK_YARN = {
+    "rope.scaling.type": (STRING, "yarn"),
+    "rope.scaling.factor": (F32, 8.0),
+    "rope.scaling.original_context_length": (U32, 32),
+    "rope.scaling.yarn_log_multiplier": (F32, 0.0707),
+}
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
+    "deepseek2": ("deepseek_v3", {**V3, **LATENT}, {**V3_COUNTS, **LATENT_FACTS}),
+    "deepseek2-old": (
+        "deepseek_v2",
+        {
+            **(V3 | LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        {
+            **{key: V3_COUNTS[key] for key in (*COUNTS, "expert_weights_scale")},
+            **{key: V3_COUNTS[key] for key in ("expert_shared_count", "leading_dense_block_count")},
+            **OLD_LATENT_FACTS,
+            **DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek2-groups": (
+        "deepseek_v2",
+        {**V3, **LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+        {
+            **V3_COUNTS,
+            **LATENT_FACTS,
+            "expert_gating_func": (U32, 1),
+            "expert_weights_norm": (BOOL, False),
+        },
+    ),
+    "deepseek2-dense": (
+        "youtu",
+        LATENT,
+        {
+            **LATENT_FACTS,
+            "leading_dense_block_count": (U32, 3),
+            "expert_feed_forward_length": (U32, 128),
+            "expert_shared_count": (U32, 0),
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **(LATENT | {"v_head_dim": 16, "tie_word_embeddings": True}),
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        {
+            **OLD_LATENT_FACTS,
+            "attention.q_lora_rank": (U32, 40),
+            "attention.value_length": (U32, 16),
+        },
+    ),
     "gemma": ("gemma", {"tie_word_embeddings": True}, {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}, {}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, {}),

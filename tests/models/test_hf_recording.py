@@ -27,7 +27,7 @@ from tests.models.test_model_graph import Steps
 
 #: Partial rotation and norms of heads; looked-up rotations of adjacent pairs; latent
 #: attention, groups of experts and a shared one; no weights in norms and a soft cap.
-RECORDED = ("persimmon", "ctrl", "deepseek_v3", "nanochat")
+RECORDED = ("persimmon", "ctrl", "sarvam_mla", "nanochat")
 
 
 @pytest.fixture

@@ -216,8 +216,8 @@ def test_a_stage_needs_the_keys_that_its_layers_read(load: Load) -> None:
         load(checkpoint, layers=range(4, 6))
 
 
-def _greedy(llm: sdk.LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = sdk.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+def _greedy(llm: sdk.LLM, prompts: list[list[int]], tokens: int = 24) -> list[list[int]]:
+    params = sdk.SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     given = [{"prompt_token_ids": ids} for ids in prompts]
     return [list(one.outputs[0].token_ids) for one in llm.generate(given, params)]
 
@@ -239,16 +239,15 @@ def test_answers_are_the_same_alone_together_in_chunks_after_hits_and_preempted(
         assert len({tuple(ids) for ids in alone}) > 2
         assert _greedy(llm, prompts) == alone  # after hits, too
         assert llm.get_metrics()["prefix_hits"] > 0
-        page = llm.memory_plan.page_bytes
-    with sdk.LLM(
-        tmp_path,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        kv_cache_memory_bytes=page * (192 // 16 + 4),
-        enable_prefix_caching=False,
-        **options,
-    ) as llm:
+        short = [prompt(n, n) for n in (12, 13, 14, 15)]
+        long = [_greedy(llm, [ids], 100)[0] for ids in short]
+    options |= {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "max_num_seqs": 4}
+    sizes = range(2**15, 2**19, 2**15)
+    plans = (sdk.LLM.plan(tmp_path, kv_cache_memory_bytes=n, **options).fits for n in sizes)
+    least = next(n for n, fits in zip(sizes, plans, strict=True) if fits)
+    with sdk.LLM(tmp_path, kv_cache_memory_bytes=least, **options) as llm:
         assert _greedy(llm, prompts) == alone
+        assert _greedy(llm, short, 100) == long
         assert llm.get_metrics()["num_preemptions"] > 0
 
 

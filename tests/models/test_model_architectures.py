@@ -28,6 +28,45 @@ V3 = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
+#: Delta nets with two heads of values for each of keys, and attention.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 0.02,  # results of a head may be near 0, and its norm enlarges their rounding
+}
+DELTA_EXPERTS = {
+    **DELTA,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+#: Mamba-2 with two groups, of four heads each.
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+FALCON_H1 = {**MAMBA, "mamba_d_ssm": 128, "mamba_expand": 2}
+#: transformers clamps time steps of prompts, and not those of single tokens: see nemotron_h.py.
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,
+    "use_bias": True,
+    "mlp_bias": True,
+}
 #: Two kinds of layers, twice.
 GEMMA4 = {
     "num_hidden_layers": 6,
@@ -39,7 +78,42 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 96,
     "final_logit_softcapping": 5.0,
 }
+#: Widths of latent attention, no two of them alike. Classes compute ``head_dim`` from them.
+LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**V3, **LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v2-lite": {
+        **V3,
+        **LATENT,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **V3,
+        **LATENT,
+        "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3-halves": {**V3, **LATENT, "rope_interleave": False},
+    "glm4_moe_lite": {**V3, **LATENT, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    "youtu": LATENT,
+    "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32},
+    "minicpm3-plain": {**LATENT, "q_lora_rank": None, "scale_depth": None, "attention_bias": True},
     "llama": {},
     "llama-biased-tied": {
         "attention_bias": True,
@@ -368,6 +442,101 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "gating": "per-element",
     },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 32,
+        "conv_L_cache": 4,
+    },
+    "lfm2-biased": {
+        "layer_types": ["conv", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 6,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA_EXPERTS,
+    "qwen3_next": {**DELTA_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "granitemoehybrid-experts": {
+        **GRANITE,
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "granitemoehybrid-dense": {
+        **GRANITE,
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": (0.05, 0.9),
+    },
+    "nemotron_h": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "nemotron_h-latent": {
+        **NEMOTRON,
+        **EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 40,
+        "routed_scaling_factor": 1.5,
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 4,
+        "state_size": 12,
+        "chunk_size": 16,
+        "use_bias": True,
+    },
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "rope_parameters": None,
+        "rms_norm_eps": 0.02,
+    },
+    "olmo_hybrid-rotated": {
+        "num_hidden_layers": 4,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 0.02,
+    },
+    "falcon_h1": {
+        **FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "ssm_multipliers": [0.7, 1.3, 0.6, 1.5, 0.8],
+        "mlp_multipliers": [0.8, 1.2],
+        "attention_in_multiplier": 1.1,
+        "attention_out_multiplier": 0.9,
+        "key_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.6,
+    },
+    "falcon_h1-norm-first": {**FALCON_H1, "mamba_rms_norm": True, "projectors_bias": True},
+    "falcon_h1-gate-alone": {**FALCON_H1, "mamba_proj_bias": True, "mlp_bias": True},
     "granitemoe_swa": {
         **GRANITE,
         "num_local_experts": 6,

@@ -18,6 +18,7 @@ from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
+from sdk.quant.caches import StateCache
 from tests.models.conftest import checkpoint_of, prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 
@@ -37,8 +38,10 @@ class Steps:
     def __init__(self, model: Any, ops: Ops, replayed: bool, ranks: int = 1) -> None:
         self.model, self.ops = model, ops
         c = model.config
-        self.kv = KVCache(kv_spec(c, c.num_kv_heads // ranks, PAGE_SIZE, "float32"), 40)
-        self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE)
+        spec = kv_spec(c, PAGE_SIZE, "float32", lambda count: count // ranks)
+        states = any(isinstance(cache, StateCache) for cache in c.caches)
+        self.kv = KVCache(spec, 40, num_states=4 if states else 0)
+        self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE, states=states)
         self.requests = [
             RankRequest(
                 RequestStart(
@@ -47,6 +50,7 @@ class Steps:
                     40 + 9 * i,
                     0,
                     tuple(range(1 + 8 * i, 9 + 8 * i)),
+                    state_slots=(1 + i,) if states else (),
                 )
             )
             for i in range(3)

@@ -132,6 +132,15 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cohere2_moe": ("cohere2_moe", 4, ARCHITECTURES["cohere2_moe"]),
     "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "laguna": ("laguna", 2, ARCHITECTURES["laguna"]),
+    "latent": ("deepseek_v3", 2, ARCHITECTURES["deepseek_v3"]),
+    "latent-lite": ("deepseek_v2", 4, ARCHITECTURES["deepseek_v2-lite"]),
+    **{
+        name: (name.split("-")[0], 2, ARCHITECTURES[name])
+        for name in (
+            *("lfm2-biased", "qwen3_5_text", "qwen3_next", "granitemoehybrid-experts"),
+            *("nemotron_h-latent", "falcon_h1", "olmo_hybrid-rotated"),
+        )
+    },
     "gptj": ("gptj", 4, {"rotary_dim": 8}),
 }
 
@@ -150,7 +159,7 @@ def test_ranks_together_give_the_tokens_and_logits_of_one(
         model = load(DictCheckpoint(checkpoint.config, checkpoint.tensors), mesh=own)
         c = model.config
         shard = own.heads(c.num_heads, c.num_kv_heads)
-        return Paged(model, shard.kv_count).run("a", ids, [20])
+        return Paged(model, shard.kv_count, ranks=size).run("a", ids, [20])
 
     found = Ranks(size).run(work)
     for logits in found:

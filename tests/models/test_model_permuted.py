@@ -108,4 +108,4 @@ def test_adjacent_pairs_are_moved_apart_once_or_in_each_step(
 def test_layers_without_a_rotation_have_no_angles(load: Callable[..., Any], ops: Ops) -> None:
     model = load(checkpoint_of(tiny("smollm3", num_hidden_layers=4)))
     sizes = [rope.cos_sin(torch.arange(5), ops)[0].shape for rope in model.ropes]
-    assert sizes == [(5, 8), (5, 0)] and [x.attention.rope for x in model.layers] == [0, 0, 0, 1]
+    assert sizes == [(5, 8), (5, 0)] and [x.mixers[0].rope for x in model.layers] == [0, 0, 0, 1]

@@ -18,6 +18,8 @@ void everything(Random& random, TestRuntime& one, TestRuntime& many) {
     weights(random, one, many);
     rowwise(random, one, many);
     sampling(random, one, many);
+    states(random, one, many);
+    state_gates(random, one, many);
     attention(random, one, many);
     program(random, one, many);
     experts(random, one, many);

@@ -362,6 +362,8 @@ void weights(Random& random, TestRuntime& one, TestRuntime& many);
 uint64_t products_hash(int level);
 void rowwise(Random& random, TestRuntime& one, TestRuntime& many);
 void sampling(Random& random, TestRuntime& one, TestRuntime& many);
+void states(Random& random, TestRuntime& one, TestRuntime& many);
+void state_gates(Random& random, TestRuntime& one, TestRuntime& many);
 void attention(Random& random, TestRuntime& one, TestRuntime& many);
 void program(Random& random, TestRuntime& one, TestRuntime& many);
 void experts(Random& random, TestRuntime& one, TestRuntime& many);

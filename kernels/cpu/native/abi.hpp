@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 32 };
+enum { kAbiVersion = 40 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -281,7 +281,7 @@ struct MapArgs {
 };
 
 // Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
-enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateLinear = 2, kGateKinds = 3 };
+enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateLinear = 3, kGateKinds = 4 };
 
 struct GateArgs {
     float* x;
@@ -357,7 +357,9 @@ struct PageLevel {
 enum { kMaxLevels = 3, kLevelShift = 28 };
 static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
 // Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.
-enum { kMaxHeadDim = 512, kHeadDimStep = 8 };
+enum { kMaxHeadDim = 576, kHeadDimStep = 8 };
+// Dimensions that share a scale: integer products of so many are exact (attention_integers.hpp).
+enum { kMaxScaleGroup = 512 };
 static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
 static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
@@ -374,17 +376,22 @@ struct RopeArgs {
     const float *q_norm, *k_norm, *v_norm;  // RMSNorms of each head, [head_dim]; null: none
     // Queries are multiplied by 1 + beta log(1 + (position + shift) / length); null: they are not.
     const int64_t* positions;
+    // Of latent pages: the part of a query that turns, which becomes its dimensions from value_dim on; null:
+    // pages have values. k is then that part of a key, v its first value_dim numbers.
+    const float* q_turned;
     PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
+    int64_t turned_token, turned_head;
     int64_t num_pages, length, shift;
     int32_t heads, kv_heads, head_dim, half, page_size;
+    int32_t value_dim;   // of a value; head_dim is that of a key
     int32_t norm_after;  // norms of q and k come after the rotation
     float eps, beta;
 };
 
 struct AttentionArgs {
     const float* q;
-    float* out;  // [T, heads * head_dim]
+    float* out;  // [T, heads * value_dim]
     PageLevel levels[kMaxLevels];  // of the same memory, each with twice the pages of the one before
     const int32_t* query_start;
     const int32_t* context_len;
@@ -406,6 +413,8 @@ struct AttentionArgs {
     int32_t both_ways;      // tokens see those after them too
     int32_t reach;          // keys further away than this have the bias of this distance
     int32_t chunked;
+    int32_t value_dim;      // of a value; head_dim is that of a query and a key
+    int32_t latent;         // a value is the first value_dim numbers of its key: both sides are those of keys
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each
@@ -551,6 +560,14 @@ struct ExpertsArgs {
     int32_t k;
 };
 
+// out[t][h] = x[t][h] times the weight of head h. Heads of x are x_head apart, tokens x_token; those of out
+// out_head and each.out_stride.
+struct HeadsArgs {
+    LinearArgs each;  // w: the first head's
+    const Weight* const* heads;
+    int64_t count, x_token, x_head, out_head;
+};
+
 // x[row] += bias[owners[row]]
 struct BiasArgs {
     float* x;
@@ -663,8 +680,96 @@ struct TransferArgs {
     int64_t rows;   // set by the runtime
 };
 
+// The states that the requests of a step begin with and leave: kernels/states.py. The tokens of a request
+// are query_start[r]..query_start[r + 1].
+struct StateRows {
+    const int32_t* query_start;
+    const int32_t* initial;     // slot of each request; -1: zeros
+    const int32_t* save_start;
+    const int32_t* save_token;
+    const int32_t* save_slot;
+    float* state;
+    int64_t slots, slot_step;  // their number; floats from one to the next
+    int64_t tokens, saves;     // capacity: of the step's tensors, of save_token and save_slot
+    int64_t requests;          // set by the runtime
+};
+
+// The most inputs of a convolution, and numbers of a row of a state.
+enum { kMaxTaps = 16, kMaxStateDim = 512 };
+
+// out[t] = act(sum over j of weight[:, j] * x[t - taps + 1 + j] + bias) * after[t], x times `before` first.
+// A state is [taps - 1][width]: the last inputs.
+struct ConvArgs {
+    StateRows rows;
+    const float* x;
+    const float* weight;  // [width][taps]
+    const float* bias;    // null: none; so are the next two
+    const float* before;
+    const float* after;
+    float* out;  // [T, width]
+    int64_t x_token, before_token, after_token, width;
+    int64_t chunks;  // of tokens; set by the runtime
+    int32_t taps, silu;
+};
+
+// S = e^decay S + k (beta (v - k e^decay S)), out = scale q S, for each token of a head; a state is
+// [heads][key_dim][value_dim].
+struct DeltaArgs {
+    StateRows rows;
+    const float *q, *k, *v, *decay, *beta;
+    float* out;  // [T, heads, value_dim]
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+    int64_t decay_token, decay_head, beta_token, beta_head;
+    int32_t key_heads, heads, key_dim, value_dim;
+    int32_t tiled;       // head h uses the keys of h % key_heads; 0: of h / (heads / key_heads)
+    int32_t by_row;      // decay has a number for each row of a state
+    int32_t normalized;  // q and k are divided by sqrt(sum of squares + eps)
+    int32_t splits;      // parts of the columns of a head; set by the runtime
+    float eps, scale;
+};
+
+// S = e^(dt a) S + dt x b^T, out = S c + d x, for each token of a head; a state is [heads][width][size].
+struct SpaceArgs {
+    StateRows rows;
+    const float *x, *dt, *a, *b, *c;
+    const float* d;  // null: none
+    float* out;      // [T, heads, width]
+    int64_t x_token, x_head, dt_token, dt_head, b_token, b_group, c_token, c_group;
+    int32_t heads, groups, width, size;
+    int32_t splits;  // parts of the rows of a head; set by the runtime
+};
+
+// out[t] = factor * f(x[t] + bias), f within limits: `width` numbers, one factor for width / factors
+// neighbours.
+struct RatesArgs {
+    const float* x;
+    const float* bias;    // null: 0
+    const float* factor;  // null: 1
+    float* out;
+    int64_t x_token, width, factors;
+    int32_t kind;  // GateKind
+    int32_t limited;
+    float low, high;
+};
+
+// Row t of x is row (t / heads, t % heads), times f of its gate after an RMSNorm, or before it.
+enum NormGate { kNormSilu = 0, kNormSigmoid = 1, kNormGates = 2 };
+
+struct GatedNormArgs {
+    const float* x;
+    const float* gate;
+    const float* weight;  // null: 1
+    float* out;           // contiguous
+    int64_t width, heads, x_token, x_head, gate_token, gate_head;
+    int64_t weight_head;  // a head has the weights from head * weight_head on
+    int32_t kind;         // NormGate
+    int32_t first;        // the gate comes before the norm
+    float eps;
+};
+
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
-// Exceptions: kOpAttention, kOpSample, kOpGroup, kOpLowRank, and kOpLinear and kOpExperts except for
+// Exceptions: kOpAttention, kOpConv, kOpDelta, kOpSpace, kOpSample, kOpGroup, kOpLowRank, and kOpLinear,
+// kOpExperts and kOpHeads except for
 // quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange,
 // kOpTransfer, kOpCombineRanks and kOpGatherRanks those of other ranks. kOpPlaces prepares the step for the others.
 enum OpKind {
@@ -692,7 +797,13 @@ enum OpKind {
     kOpCombineRanks = 21,
     kOpGatherRanks = 22,
     kOpGate = 23,
-    kOpKinds = 24,
+    kOpConv = 24,
+    kOpDelta = 25,
+    kOpSpace = 26,
+    kOpRates = 27,
+    kOpGatedNorm = 28,
+    kOpHeads = 29,
+    kOpKinds = 30,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).
@@ -727,6 +838,11 @@ struct KernelTable {
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes
+    void (*conv)(const ConvArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
+    void (*delta)(const DeltaArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
+    void (*space)(const SpaceArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
+    void (*rates)(const RatesArgs*, int64_t t_begin, int64_t t_end);
+    void (*gated_norm)(const GatedNormArgs*, int64_t t_begin, int64_t t_end);
     void (*low_rank_down)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
     void (*low_rank_up)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
 };

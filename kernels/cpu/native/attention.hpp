@@ -79,7 +79,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float 
 // rows are computed together.
 static void merge_records(const Item& item, float* states, const float* parts, uint32_t rows) {
     enum { kRows = (kAttentionRows + kLanes - 1) / kLanes * kLanes };
-    const int64_t padded = item.padded, record = item.record;
+    const int64_t padded = item.value, record = item.record;
     float kept[kRows] = {}, added[kRows] = {}, total[kRows] = {}, more[kRows] = {};
     for (int j = 0; j < kAttentionRows; ++j) {
         if (!(rows >> j & 1)) continue;
@@ -112,7 +112,7 @@ static void merge_records(const Item& item, float* states, const float* parts, u
 static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int i, int mr,
                          float* parts, Ahead* ahead) {
     const AttentionArgs* a = item.a;
-    const int width = a->head_dim;
+    const int width = a->value_dim;
     int lo[kAttentionRows], hi[kAttentionRows];
     int first = kBlockKeys, end = 0, low = 0, high = kBlockKeys;  // seen by any; seen by all
     for (int j = 0; j < mr; ++j) {
@@ -127,16 +127,16 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
     if (first >= end) return;
     const Products multiply = products(c, mr), single = products(c, 1);
     if (multiplies_codes(c.from->keys)) code_products(mr).score(item, c, i, first, end, ahead);
-    else multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights, ahead);
+    else multiply.score(c, item.q + i * item.padded, item.padded, a->head_dim, first, end, item.weights, ahead);
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
-        memset(part, 0, sizeof(float) * (size_t)item.padded);
+        memset(part, 0, sizeof(float) * (size_t)item.value);
         if (lo[j] >= hi[j]) continue;
         const int row = i + j, head = item.head * item.group + row % item.group;
         const float slope = a->slopes ? a->slopes[head] * kLog2e : 0.0f;
         const int from = (int)(begin - item.position) - row / item.group;
         const float* bias = a->biases ? a->biases + (int64_t)head * (2 * a->reach + 1) + a->reach : nullptr;
-        softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], slope, bias, from, part + item.padded);
+        softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], slope, bias, from, part + item.value);
     }
     if (multiplies_codes(c.from->values)) {
         code_products(mr).sum(item, c, lo, hi, first, end, parts, ahead);
@@ -168,6 +168,14 @@ INLINE uint32_t rows_that_see(const Item& item, int64_t begin, int i, int mr) {
     return rows;
 }
 
+// Copies keys and values first..count of a key block, as floats or as codes.
+static void copy_block(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
+    const bool codes = multiplies_codes(c->from->keys);
+    (codes ? pair_keys : convert_keys)(item, begin, first, count, c);
+    if (item.a->latent) (codes ? pair_values_of_keys : values_of_keys)(item, first, count, c);
+    else (multiplies_codes(c->from->values) ? pair_values : convert_values)(item, begin, first, count, c);
+}
+
 // One key block for all rows: merged into the item's states, or left in `split` as records.
 static void attend_block(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
@@ -177,14 +185,12 @@ static void attend_block(const Item& item, int64_t begin, float* split, Ahead* a
     if (first >= count) return;
     KeyBlock c;
     c.from = &a->levels[level_of(item.table[begin / a->page_size])];
-    load_scales(item, begin, count, c.from->keys, item.key_scale, item.key_zero, &c.keys);
-    load_scales(item, begin, count, c.from->values, item.value_scale, item.value_zero, &c.values);
-    const bool copies = !reads_pages(item, *c.from);
+    load_scales(item, begin, count, c.from->keys, a->head_dim, item.key_scale, item.key_zero, &c.keys);
+    c.values = c.keys;
+    if (!a->latent)
+        load_scales(item, begin, count, c.from->values, a->value_dim, item.value_scale, item.value_zero, &c.values);
     if (in_place(a, *c.from)) locate(item, begin, count, &c);
-    if (copies) {
-        (multiplies_codes(c.from->keys) ? pair_keys : convert_keys)(item, begin, first, count, &c);
-        (multiplies_codes(c.from->values) ? pair_values : convert_values)(item, begin, first, count, &c);
-    }
+    if (!reads_pages(item, *c.from)) copy_block(item, begin, first, count, &c);
     for (int i = 0; i < item.rows; i += kAttentionRows) {
         const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;
         float* parts = split ? split + i * item.record : item.parts;
@@ -197,22 +203,23 @@ static void attend_block(const Item& item, int64_t begin, float* split, Ahead* a
 INLINE void begin_state(const Item& item, int i) {
     const AttentionArgs* a = item.a;
     float* state = item.states + i * item.record;
-    memset(state, 0, sizeof(float) * (size_t)item.padded);
-    state[item.padded] =
+    memset(state, 0, sizeof(float) * (size_t)item.value);
+    state[item.value] =
         a->sinks ? a->sinks[item.head * item.group + i % item.group] * kLog2e : -INFINITY;
-    state[item.padded + 1] = a->sinks ? 1.0f : 0.0f;
+    state[item.value + 1] = a->sinks ? 1.0f : 0.0f;
 }
 
 INLINE void finish(const Item& item, int i) {
     const AttentionArgs* a = item.a;
-    const float *state = item.states + i * item.record, total = state[item.padded + 1];
+    const float *state = item.states + i * item.record, total = state[item.value + 1];
     const int64_t t = item.token + i / item.group;
-    float* out = a->out + (t * a->heads + item.head * item.group + i % item.group) * a->head_dim;
+    float* out = a->out + (t * a->heads + item.head * item.group + i % item.group) * a->value_dim;
     int d = 0;
-    for (; d + kLanes <= a->head_dim; d += kLanes)
+    for (; d + kLanes <= a->value_dim; d += kLanes)
         store(out + d, div(load(state + d), set1(total)));
-    for (; d < a->head_dim; ++d) out[d] = state[d] / total;
-    if (a->levels[0].values.mixed) mix(out, a->head_dim);
+    for (; d < a->value_dim; ++d) out[d] = state[d] / total;
+    if (a->levels[0].values.mixed)
+        mix(out, a->value_dim, mixed_block(a->value_dim, a->latent ? a->head_dim : 0));
 }
 
 // Queries times the scale, row after row; also as 16 bits if keys are codes that are multiplied.

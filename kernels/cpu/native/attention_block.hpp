@@ -90,10 +90,10 @@ INLINE void widen_pairs(const uint16_t* scales, int count, float* scale, float* 
 }
 
 // Scales and zeros of the key block's codes as floats; slots that no row sees may hold anything.
-static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
+static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from, int width,
                         float* scale, float* zero, BlockSide* to) {
     const AttentionArgs* a = item.a;
-    const int groups = groups_of(from, a->head_dim);
+    const int groups = groups_of(from, width);
     for (int t = 0; t < count && groups;) {
         const int64_t position = begin + t, slot = position % a->page_size;
         const int64_t page = page_of(item.table[position / a->page_size]);
@@ -113,7 +113,7 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
     to->scale = groups ? scale : nullptr;
     to->zero = zero;
     to->group = from.group;
-    to->low_dims = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
+    to->low_dims = from.type == kI4 ? width / 2 : width;
 }
 
 // kLanes codes or floats of a page. An e4m3 is 2^8 too small; its scale corrects that (`load_scales`).
@@ -153,20 +153,60 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
     for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
-// The same for values, [128][padded].
+// The same for values, [128][value].
 static void convert_values(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     const PageSide& side = c->from->values;
-    const int width = item.a->head_dim;
+    const int width = item.a->value_dim;
     for (int t = first; t < count; ++t) {
         const int64_t at = value_at(item, side, begin + t);
-        float* to = item.values + t * item.padded;
+        float* to = item.values + t * item.value;
         int d = 0;
         for (; d + kLanes <= width; d += kLanes) store(to + d, load_page(side.type, side.data, at + d));
         for (; d < width; ++d) to[d] = load_one(side, at + d);
-        for (; d < item.padded; ++d) to[d] = 0.0f;
+        for (; d < item.value; ++d) to[d] = 0.0f;
     }
     c->values.type = kF32;
-    c->values.step = item.padded;
+    c->values.step = item.value;
+    c->segment_shift = kBlockShift;
+    c->value[0] = item.values;
+}
+
+typedef float Four __attribute__((vector_size(16)));
+
+// to[c][r] = from[r][c] for r and c below 4: rows are `step` and `to_step` apart, in floats.
+INLINE void turn_four(const float* from, int64_t step, float* to, int64_t to_step) {
+    Four a, b, c, d;
+    memcpy(&a, from, sizeof a);
+    memcpy(&b, from + step, sizeof b);
+    memcpy(&c, from + 2 * step, sizeof c);
+    memcpy(&d, from + 3 * step, sizeof d);
+    const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    const Four ba = __builtin_shufflevector(a, b, 2, 6, 3, 7), dc = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    a = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    b = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    c = __builtin_shufflevector(ba, dc, 0, 1, 4, 5);
+    d = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
+    memcpy(to, &a, sizeof a);
+    memcpy(to + to_step, &b, sizeof b);
+    memcpy(to + 2 * to_step, &c, sizeof c);
+    memcpy(to + 3 * to_step, &d, sizeof d);
+}
+
+// The values of latent pages: the copy of keys the other way round, [keys][value] 32-bit numbers; a number of
+// codes is those of a pair of keys. What keys before `first` and from `count` on have is arbitrary.
+INLINE void turn_keys(const float* keys, int64_t step, int first, int count, int width, int64_t to_step,
+                      float* to) {
+    for (int t = first / 4 * 4; t < count; t += 4)
+        for (int d = 0; d < width; d += 4) turn_four(keys + d * step + t, step, to + t * to_step + d, to_step);
+}
+
+static void values_of_keys(const Item& item, int first, int count, KeyBlock* c) {
+    const int width = item.a->value_dim;
+    turn_keys(item.keys, kBlockKeys, first, count, width, item.value, item.values);
+    for (int t = first; t < count && width < item.value; ++t)
+        memset(item.values + t * item.value + width, 0, sizeof(float) * (size_t)(item.value - width));
+    c->values.type = kF32;
+    c->values.step = item.value;
     c->segment_shift = kBlockShift;
     c->value[0] = item.values;
 }

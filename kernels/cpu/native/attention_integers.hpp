@@ -15,7 +15,7 @@
 
 namespace LEVEL {
 
-static_assert((int64_t)32767 * 128 * kMaxHeadDim <= INT32_MAX, "scores of whole heads are exact");
+static_assert((int64_t)32767 * 128 * kMaxScaleGroup <= INT32_MAX, "scores of dimensions that share a scale are exact");
 static_assert((int64_t)32767 * 255 * kBlockKeys <= INT32_MAX, "so are sums of a key block's values or zeros");
 static_assert(kHeadDimStep % 8 == 0, "halves of a head are whole units of kSumDims, and so are groups");
 
@@ -77,7 +77,7 @@ INLINE const int8_t* value_codes(const KeyBlock& c, int t) {
     return (const int8_t*)c.value[t >> c.segment_shift] + (t & ((1 << c.segment_shift) - 1)) * c.values.step;
 }
 
-// Values first..count, dimensions d_begin..d_end, as [64][padded] pairs of keys. Where a pair has a key
+// Values first..count, dimensions d_begin..d_end, as [64][value] pairs of keys. Where a pair has a key
 // outside of first..count, that key's code is arbitrary: its weight is 0.
 template <int FROM>
 static void pair_values_of(const Item& item, int64_t begin, int first, int count, int d_begin, int d_end,
@@ -85,7 +85,7 @@ static void pair_values_of(const Item& item, int64_t begin, int first, int count
     const PageSide& side = c.from->values;
     const bool whole = in_place(item.a, *c.from), high = FROM == kHigh4;
     for (int t = first & ~1; t < count; t += 2) {
-        int16_t* to = (int16_t*)item.values + t * item.padded;
+        int16_t* to = (int16_t*)item.values + t * item.value;
         for (int d = d_begin; whole && d < d_end; d += kLanes) {  // a page has both keys: its slots are even
             const int8_t* codes = value_codes(c, t) + (high ? d - d_begin : d);
             store_pairs(to + 2 * d, zip_codes<FROM>(codes, codes + side.step));
@@ -96,12 +96,12 @@ static void pair_values_of(const Item& item, int64_t begin, int first, int count
             for (int d = d_begin; d < d_end; ++d)
                 to[2 * d + k] = known ? code_of(side, at + (high ? d - d_begin : d), high) : (int16_t)0;
         }
-        if (!whole) memset(to + 2 * d_end, 0, sizeof(int16_t) * 2 * (size_t)(item.padded - d_end));
+        if (!whole) memset(to + 2 * d_end, 0, sizeof(int16_t) * 2 * (size_t)(item.value - d_end));
     }
 }
 
 static void pair_values(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
-    const int width = item.a->head_dim, low_dims = c->values.low_dims;
+    const int width = item.a->value_dim, low_dims = c->values.low_dims;
     if (c->values.type == kI8) pair_values_of<kI8>(item, begin, first, count, 0, width, *c);
     else {
         pair_values_of<kLow4>(item, begin, first, count, 0, low_dims, *c);
@@ -109,6 +109,23 @@ static void pair_values(const Item& item, int64_t begin, int first, int count, K
     }
     c->values.pairs = (const int16_t*)item.values;
     c->values.low_dims = width;  // in one part
+}
+
+// The same for latent pages, from the copy of keys: its pairs of dimensions become pairs of keys first.
+static void pair_values_of_keys(const Item& item, int first, int count, KeyBlock* c) {
+    const int width = item.a->value_dim;
+    int16_t spread[4 * kBlockKeys];  // four dimensions of all keys, one after the other
+    for (int d = 0; d < width; d += 4) {
+        const int16_t* from = (const int16_t*)item.keys + d * kBlockKeys;
+        for (int i = 0; i < 4; ++i)
+            for (int t = first & ~1; t < count; ++t)
+                spread[i * kBlockKeys + t] = from[(i & 2) * kBlockKeys + 2 * t + (i & 1)];
+        if (count & 1)
+            for (int i = 0; i < 4; ++i) spread[i * kBlockKeys + count] = 0;
+        turn_keys((const float*)spread, kBlockKeys / 2, first / 2, (count + 1) / 2, 4, item.value, item.values + d);
+    }
+    c->values.pairs = (const int16_t*)item.values;
+    c->values.low_dims = width;
 }
 
 // One row's query as 16 bits, its scale, and the sums of the codes of the first 0, kSumDims, ... dimensions.
@@ -247,7 +264,7 @@ __attribute__((noinline)) static void pair_sums(const Item& item, const KeyBlock
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) weight[r] = load_pair(weights.codes + r * kBlockKeys + t);
         prefetch_step(ahead);
-        const int16_t* const copy = FROM == kCopied ? c.values.pairs + t * item.padded + 2 * d : nullptr;
+        const int16_t* const copy = FROM == kCopied ? c.values.pairs + t * item.value + 2 * d : nullptr;
         const int8_t* const place = FROM == kCopied ? nullptr : value_codes(c, t) + from;
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
@@ -280,7 +297,7 @@ INLINE void part_sums(const Item& item, const KeyBlock& c, int first, int end, c
 template <int MR>
 static void sum_codes(const Item& item, const KeyBlock& c, const int* lo, const int* hi, int first, int end,
                       float* out, Ahead* ahead) {
-    const int width = item.a->head_dim;
+    const int width = item.a->value_dim;
     WeightCodes<MR> weights;
     for (int d = 0, stop; d < width; d = stop) {
         stop = part_end(c.values, d, width);

@@ -37,8 +37,8 @@ struct Item {
     int64_t token;           // the item's first row of q and out
     int64_t position;        // of that token in its request
     int64_t context;         // tokens of the request
-    int64_t padded, record;  // floats of a head and of a record
-    float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
+    int64_t padded, value, record;  // floats of a key, of a value and of a record
+    float *keys, *values;    // [head_dim][128], [128][value]: converted copies
     float *key_scale, *key_zero, *value_scale, *value_zero;  // [groups][128]
     float *weights, *parts, *q, *states;
     // For keys that are integer codes: queries as 16 bits, [rows][padded]; their scales, [rows]; the sums of
@@ -52,7 +52,7 @@ struct Item {
 INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
     const int vector = from.values.type == kI4 ? 2 * kLanes : kLanes;
     return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
-           a->head_dim % vector == 0;
+           a->value_dim % vector == 0;
 }
 
 // Integer codes are multiplied as such (attention_integers.hpp).
@@ -60,7 +60,8 @@ INLINE bool multiplies_codes(const PageSide& side) { return side.type == kI8 || 
 
 // Few rows read pages in place; many rows read a copy that is converted once.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {
-    return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
+    // The values of latent pages are copies of a copy: pages have their numbers the other way round.
+    return !item.a->latent && in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
                                       (from.keys.type == kF32 && from.values.type == kF32));
 }
 
@@ -84,12 +85,13 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.context = a->context_len[r];
     item.position = item.context - (a->query_start[r + 1] - item.token);
     item.padded = padded_dim(a);
-    item.record = item.padded + kPartExtra;
+    item.value = padded_value(a);
+    item.record = item.value + kPartExtra;
     item.keys = (float*)scratch;
     item.values = item.keys + item.padded * kBlockKeys;
     const int key_groups = most_groups(a, &PageLevel::keys) * kBlockKeys;
     const int value_groups = most_groups(a, &PageLevel::values) * kBlockKeys;
-    item.key_scale = item.values + item.padded * kBlockKeys;
+    item.key_scale = item.values + item.value * kBlockKeys;
     item.key_zero = item.key_scale + key_groups;
     item.value_scale = item.key_zero + key_groups;
     item.value_zero = item.value_scale + value_groups;
@@ -173,7 +175,7 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
     if (walk->left <= 0) return false;
     while (walk->item >= walk->items) {
         walk->item -= walk->items;
-        walk->split += split_records(walk->a, walk->share) * (padded_dim(walk->a) + kPartExtra);
+        walk->split += split_records(walk->a, walk->share) * (padded_value(walk->a) + kPartExtra);
         enter(walk, walk->r + 1);
     }
     *to = stretch_at(walk->a, walk->r, walk->share, walk->item++, walk->split, scratch);
@@ -218,11 +220,11 @@ INLINE MemoryRange range_of(const uint8_t* at, int64_t bytes) { return {at, at +
 
 // Prefetches the scales of a head in a page, which are few lines; for a page longer than a key block
 // another part each time.
-INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int64_t page, int head,
+INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int width, int64_t page, int head,
                        int64_t slot) {
     if (!side.scales) return;
-    const int groups = groups_of(side, a->head_dim);
-    const uint8_t* at = (const uint8_t*)(scales_of(side, a->head_dim, page, head, 0) + slot * groups);
+    const int groups = groups_of(side, width);
+    const uint8_t* at = (const uint8_t*)(scales_of(side, width, page, head, 0) + slot * groups);
     const uint8_t* end = at + 2 * page_keys(a) * groups;
     for (at -= (uintptr_t)at % 64; at < end; at += 64) prefetch(at);
 }
@@ -250,15 +252,15 @@ static MemoryRange next_range(Ahead* ahead) {
     const PageSide &keys = a->levels[level_of(id)].keys, &values = a->levels[level_of(id)].values;
     const int64_t page = page_of(id), slot = ahead->position % a->page_size;
     const int64_t value = page * values.page + item.head * values.head + slot * values.step;
-    const int64_t count = page_keys(a) * a->head_dim;
-    prefetch_scales(a, keys, page, item.head, slot);
-    prefetch_scales(a, values, page, item.head, slot);
+    const int64_t count = page_keys(a);
+    prefetch_scales(a, keys, a->head_dim, page, item.head, slot);
+    prefetch_scales(a, values, a->value_dim, page, item.head, slot);
     ahead->position += page_keys(a);
-    ahead->values = range_of(element(values, value), page_bytes(values.type, count));
+    ahead->values = range_of(element(values, value), page_bytes(values.type, count * a->value_dim));
     // for a page longer than a key block, another part of all keys each time
     return range_of(element(keys, page * keys.page + item.head * keys.head) +
                       page_bytes(keys.type, slot * a->head_dim),
-                  page_bytes(keys.type, count));
+                  page_bytes(keys.type, count * a->head_dim));
 }
 
 INLINE void prefetch_step(Ahead* ahead) {
@@ -308,10 +310,10 @@ static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t
         ahead->ranges[ahead->count++] = range;
     }
     if (!ahead->count) return;
-    const int64_t vectors = 4 * kLanes, width = a->head_dim;  // see score_rows, value_rows
+    const int64_t vectors = 4 * kLanes;  // see score_rows, value_rows
     const PageLevel& first = a->levels[0];  // products of codes take two steps at a time
-    const int64_t steps = (keys + vectors - 1) / vectors * (width >> multiplies_codes(first.keys)) +
-                          (width + vectors - 1) / vectors * ((keys + 1) >> multiplies_codes(first.values));
+    const int64_t steps = (keys + vectors - 1) / vectors * (a->head_dim >> multiplies_codes(first.keys)) +
+                          (a->value_dim + vectors - 1) / vectors * ((keys + 1) >> multiplies_codes(first.values));
     ahead->per_step = (int)((lines + steps - 1) / steps);
 }
 

@@ -41,7 +41,7 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
         const RequestPlan s = request_plan(a, r);
         const int64_t all = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
         blocks += a->kv_heads * (s.tiles == 1 ? s.end_block - s.first_block : s.tiles * all);
-        plan.work += s.tokens * a->context_len[r] * a->heads * a->head_dim;
+        plan.work += s.tokens * a->context_len[r] * a->heads * (a->head_dim + a->value_dim) / 2;
     }
     // Without items longer than a thread's share no thread waits; with enough requests none is split.
     if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
@@ -54,13 +54,13 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
         plan.items += s.tiles * s.splits * a->kv_heads;
         records += split_records(a, s);
     }
-    const int64_t padded = padded_dim(a), record = padded + kPartExtra;
+    const int64_t padded = padded_dim(a), value = padded_value(a), record = value + kPartExtra;
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
     // Keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries and states;
     // queries as 16 bits, with a scale and sums.
-    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
+    plan.private_bytes = (size_t)((padded + value + 2 * groups) * kBlockKeys +
                                   kMostAttentionRows * (kBlockKeys + record) +
                                   rows * (padded + record + padded / 2 + 1 + kQuerySums)) * 4;
     return plan;

@@ -34,9 +34,18 @@ static_assert((kMostAttentionRows + kQueryRows) *
                   2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 3 << 19,
               "the private memory of a thread, without scales, stays below 1.5 MiB");
 
-// Floats of a padded head: the same at every instruction-set level.
+// Floats of a padded key and of a padded value: the same at every instruction-set level.
 static inline int64_t padded_dim(const AttentionArgs* a) {
     return (a->head_dim + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+
+static inline int64_t padded_value(const AttentionArgs* a) {
+    return (a->value_dim + kHeadPadding - 1) / kHeadPadding * kHeadPadding;
+}
+
+// Dimensions that a side of a page stores: a latent key is also the value.
+static inline int stored_dim(const AttentionArgs* a, PageSide PageLevel::*side) {
+    return side == &PageLevel::keys || a->latent ? a->head_dim : a->value_dim;
 }
 
 // Scales of a key or value of the level that has the most.
@@ -44,7 +53,7 @@ static inline int most_groups(const AttentionArgs* a, PageSide PageLevel::*side)
     int most = 0;
     for (int level = 0; level < a->num_levels; ++level) {
         const PageSide& pages = a->levels[level].*side;
-        const int groups = pages.scales ? (a->head_dim + pages.group - 1) / pages.group : 0;
+        const int groups = pages.scales ? (stored_dim(a, side) + pages.group - 1) / pages.group : 0;
         most = groups > most ? groups : most;
     }
     return most;

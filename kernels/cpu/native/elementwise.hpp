@@ -254,7 +254,8 @@ INLINE VF sigmoid_of(VF x) { return div(set1(1.0f), add(set1(1.0f), exp_of(mul(x
 static float gate_value(float x, int kind) {
     if (kind == kGateLinear) return x;
     if (kind == kGateSoftplus) return (x > 0.0f ? x : 0.0f) + log1pf(expf(x > 0.0f ? -x : x));
-    return 1.0f / (1.0f + expf(-x));
+    const float sigmoid = 1.0f / (1.0f + expf(-x));
+    return kind == kGateSilu ? x * sigmoid : sigmoid;
 }
 
 static void gate(const GateArgs* args, int64_t t_begin, int64_t t_end) {
@@ -273,9 +274,112 @@ static void gate(const GateArgs* args, int64_t t_begin, int64_t t_end) {
         if (args->kind == kGateSigmoid)
             for (; g + kLanes <= gates; g += kLanes)
                 store(x + g, mul(load(x + g), sigmoid_of(load(gate + g))));
+        if (args->kind == kGateSilu)
+            for (; g + kLanes <= gates; g += kLanes) {
+                const VF value = load(gate + g);
+                store(x + g, mul(load(x + g), mul(value, sigmoid_of(value))));
+            }
         if (args->kind == kGateLinear)
             for (; g + kLanes <= gates; g += kLanes) store(x + g, mul(load(x + g), load(gate + g)));
         for (; g < gates; ++g) x[g] *= gate_value(gate[g], args->kind);
+    }
+}
+
+// log(1 + e) for e in 0..1, NaN stays NaN: 2 artanh(s) by its series, s = e / (2 + e) is at most 1/3. The
+// first term left out is below 2e-8 of the result.
+INLINE VF log_of_one_plus(VF e) {
+    const VF s = div(e, add(set1(2.0f), e)), square = mul(s, s);
+    VF p = set1(1.0f / 15.0f);
+    p = fma(p, square, set1(1.0f / 13.0f));
+    p = fma(p, square, set1(1.0f / 11.0f));
+    p = fma(p, square, set1(1.0f / 9.0f));
+    p = fma(p, square, set1(1.0f / 7.0f));
+    p = fma(p, square, set1(1.0f / 5.0f));
+    p = fma(p, square, set1(1.0f / 3.0f));
+    const VF twice = add(s, s);
+    return fma(mul(twice, square), p, twice);
+}
+
+INLINE VF softplus_of(VF x) {
+    return add(max(zero(), x), log_of_one_plus(exp_of(mul(abs(x), set1(-1.0f)))));
+}
+
+// The first `count` lanes, or all; the others are 0, and are not written.
+INLINE VF load_some(const float* p, int64_t count) {
+    if (count >= kLanes) return load(p);
+    float padded[kLanes] = {0.0f};
+    memcpy(padded, p, (size_t)count * sizeof(float));
+    return load(padded);
+}
+
+INLINE void store_some(float* p, VF x, int64_t count) {
+    if (count >= kLanes) return store(p, x);
+    float padded[kLanes];
+    store(padded, x);
+    memcpy(p, padded, (size_t)count * sizeof(float));
+}
+
+INLINE VF rates_of(const RatesArgs* args, VF x) {
+    VF y = args->kind == kGateSoftplus ? softplus_of(x) : sigmoid_of(x);
+    return args->limited ? max(set1(args->low), min(set1(args->high), y)) : y;
+}
+
+static void rates(const RatesArgs* args, int64_t t_begin, int64_t t_end) {
+    const int64_t width = args->width;
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const float* x = args->x + t * args->x_token;
+        float* out = args->out + t * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const VF bias = args->bias ? load_some(args->bias + i, width - i) : zero();
+            store_some(out + i, rates_of(args, add(load_some(x + i, width - i), bias)), width - i);
+        }
+        if (!args->factor) continue;
+        const int64_t run = width / args->factors;
+        for (int64_t f = 0; f < args->factors; ++f)
+            for (int64_t i = 0; i < run; ++i) out[f * run + i] *= args->factor[f];
+    }
+}
+
+template <int KIND>
+INLINE VF norm_gate(VF gate) {
+    return KIND == kNormSilu ? with_sigmoid<kSilu>(gate) : sigmoid_of(gate);
+}
+
+// A row: `out` is x times its gate if that is FIRST, else x, then normalized.
+template <int KIND, bool FIRST>
+static void gated_norm_row(const GatedNormArgs* args, const float* x, const float* gate, const float* weight,
+                           float* out) {
+    const int64_t width = args->width;
+    VF sum = zero();
+    for (int64_t i = 0; i < width; i += kLanes) {
+        VF value = load_some(x + i, width - i);
+        if (FIRST) value = mul(value, norm_gate<KIND>(load_some(gate + i, width - i)));
+        sum = fma(value, value, sum);
+        store_some(out + i, value, width - i);
+    }
+    const VF scale = set1(1.0f / __builtin_sqrtf(reduce_add(sum) / (float)width + args->eps));
+    for (int64_t i = 0; i < width; i += kLanes) {
+        VF value = mul(load_some(out + i, width - i), scale);
+        if (weight) value = mul(value, load_some(weight + i, width - i));
+        if (!FIRST) value = mul(value, norm_gate<KIND>(load_some(gate + i, width - i)));
+        store_some(out + i, value, width - i);
+    }
+}
+
+static void gated_norm(const GatedNormArgs* args, int64_t t_begin, int64_t t_end) {
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const int64_t token = t / args->heads, head = t % args->heads;
+        const float* x = args->x + token * args->x_token + head * args->x_head;
+        const float* gate = args->gate + token * args->gate_token + head * args->gate_head;
+        const float* weight = args->weight ? args->weight + head * args->weight_head : nullptr;
+        float* out = args->out + t * args->width;
+        if (args->kind == kNormSilu) {
+            if (args->first) gated_norm_row<kNormSilu, true>(args, x, gate, weight, out);
+            else gated_norm_row<kNormSilu, false>(args, x, gate, weight, out);
+        } else {
+            if (args->first) gated_norm_row<kNormSigmoid, true>(args, x, gate, weight, out);
+            else gated_norm_row<kNormSigmoid, false>(args, x, gate, weight, out);
+        }
     }
 }
 

@@ -8,9 +8,11 @@
 #include "attention_plan.hpp"
 #include "moe.hpp"
 #include "file_parts.hpp"
+#include "heads.hpp"
 #include "linear_tiles.hpp"
 #include "masks.hpp"
 #include "pack.hpp"
+#include "state_plan.hpp"
 
 namespace {
 
@@ -38,6 +40,8 @@ bool same_quantization(const LinearArgs& a, const LinearArgs& b) {
            p.factor == q.factor && p.limit == q.limit;
 }
 
+bool with_states(OpKind kind) { return kind == kOpConv || kind == kOpDelta || kind == kOpSpace; }
+
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
     switch (op.kind) {
@@ -48,10 +52,13 @@ int64_t row_work(const Op& op) {
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
         case kOpGate: return (op.gate.width + 8) * op.gate.gates;
+        case kOpRates: return 16 * op.rates.width;
+        case kOpGatedNorm: return 12 * op.gated_norm.width;
         case kOpSelect: return op.select.width;
         case kOpTake: return 2 * op.take.width;
         case kOpRoute: return 8 * op.route.experts;
         case kOpExperts: return 2 * op.experts.each.w->k;
+        case kOpHeads: return 2 * op.heads.each.w->k;
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * (op.combine.k + (op.combine.shared != nullptr));
         case kOpCombineRanks: return op.combine_ranks.own.width * op.combine_ranks.own.k;
@@ -148,8 +155,8 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.page_table == b.page_table && a.table_width == b.table_width &&
            a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
-           a.page_size == b.page_size && a.num_levels == b.num_levels && a.both_ways == b.both_ways &&
-           a.chunked == b.chunked;
+           a.value_dim == b.value_dim && a.latent == b.latent && a.page_size == b.page_size &&
+           a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked;
 }
 
 }  // namespace
@@ -172,6 +179,7 @@ size_t args_size(int kind) {
         case kOpRoute: return sizeof(RouteArgs);
         case kOpGroup: return sizeof(GroupArgs);
         case kOpExperts: return sizeof(ExpertsArgs);
+        case kOpHeads: return sizeof(HeadsArgs);
         case kOpBias: return sizeof(BiasArgs);
         case kOpCombine: return sizeof(CombineArgs);
         case kOpRecode: return sizeof(RecodeArgs);
@@ -180,6 +188,11 @@ size_t args_size(int kind) {
         case kOpTransfer: return sizeof(TransferArgs);
         case kOpCombineRanks: return sizeof(CombineRanksArgs);
         case kOpGatherRanks: return sizeof(GatherRanksArgs);
+        case kOpConv: return sizeof(ConvArgs);
+        case kOpDelta: return sizeof(DeltaArgs);
+        case kOpSpace: return sizeof(SpaceArgs);
+        case kOpRates: return sizeof(RatesArgs);
+        case kOpGatedNorm: return sizeof(GatedNormArgs);
         default: return 0;
     }
 }
@@ -223,11 +236,18 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             if (quantizes(op.experts.each)) add_part(index, kRows);
             add_part(index, kTiles);
             break;
+        case kOpHeads:
+            if (quantizes(op.heads.each)) add_part(index, kRows);
+            add_part(index, kTiles);
+            break;
         case kOpLowRank:
             add_part(index, kTiles);
             add_part(index, kMoreTiles);
             break;
         case kOpAttention:
+        case kOpConv:
+        case kOpDelta:
+        case kOpSpace:
         case kOpGroup:
         case kOpTransfer:
         case kOpSample: add_part(index, kTiles); break;
@@ -280,9 +300,11 @@ void Program::add_part(int op, Work work, bool alone) {
     }
     const bool hinted = work == kTiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
     if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
-    // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch.
+    // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch; so do
+    // operators with states.
     const OpKind own = ops_[(size_t)op].kind;
-    if (work == kTiles && own != kOpLowRank && own != kOpTransfer) last_tiles_ = (int)stages_.size();
+    const bool leaves = own == kOpLowRank || own == kOpTransfer || with_states(own);
+    if (work == kTiles && !leaves) last_tiles_ = (int)stages_.size();
     const Work kind = work == kMoreRows ? kRows : work;
     stages_.push_back({part, part + 1, count, kind, -1, hinted, alone, -1});
 }
@@ -320,6 +342,7 @@ struct Runtime::Needs {
     AttentionPlan plan = {};
     const AttentionArgs* planned = nullptr;
     const RopeArgs* written = nullptr;
+    const StateRows* walked = nullptr;
     size_t low = 0;
     int64_t exchanged = 0;  // the most bytes of a rank
 };
@@ -346,6 +369,26 @@ Status Runtime::plan_items(Op* op, int64_t requests, Needs* needs) {
     }
     op->items = needs->plan.items;
     op->work = needs->plan.work;
+    return kOk;
+}
+
+// Divides an operator with states into items. All layers of a step have the same rows, but for the memory.
+Status Runtime::plan_states(Op* op, StateRows* rows, int64_t requests, Needs* needs) {
+    const StateRows* last = needs->walked;
+    const bool checked = last && last->query_start == rows->query_start && last->initial == rows->initial &&
+                         last->save_start == rows->save_start && last->save_token == rows->save_token &&
+                         last->save_slot == rows->save_slot && last->slots == rows->slots &&
+                         last->tokens == rows->tokens && last->saves == rows->saves &&
+                         last->requests == requests;
+    rows->requests = requests;
+    if (!checked && !states_in_range(*rows, requests)) return kBadIndex;
+    needs->walked = rows;
+    const StatePlan plan = op->kind == kOpConv    ? plan_conv(&op->conv)
+                           : op->kind == kOpDelta ? plan_delta(&op->delta, pool.threads())
+                                                  : plan_space(&op->space, pool.threads());
+    op->items = plan.items;
+    op->work = plan.work;
+    at_least(&needs->each_thread, plan.private_bytes);
     return kOk;
 }
 
@@ -380,9 +423,20 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             if (quantizes(each)) at_least(&needs->activations, activation_bytes(each, kernels->wide_in_words));
             break;
         }
+        case kOpHeads: {
+            LinearArgs& each = op->heads.each;
+            each.m = n;
+            note_file_part(&each);
+            at_least(&needs->each_thread, head_private_bytes(op->heads));
+            if (quantizes(each)) at_least(&needs->activations, activation_bytes(each, kernels->wide_in_words));
+            break;
+        }
         case kOpGroup: op->group.rows = n; break;
         case kOpTransfer: op->transfer.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
+        case kOpConv: return plan_states(op, &op->conv.rows, n, needs);
+        case kOpDelta: return plan_states(op, &op->delta.rows, n, needs);
+        case kOpSpace: return plan_states(op, &op->space.rows, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding:
             release_part(op->embedding.file);  // the rows of the last step
@@ -442,7 +496,7 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         const LowRankItems items = up ? up_items(op.low_rank) : down_items(op.low_rank);
         return {items.count, tasks_for(items.count, items.work)};
     }
-    if (op.kind == kOpAttention) {
+    if (op.kind == kOpAttention || with_states(op.kind)) {
         // Items of a task prefetch for one another; large items get a task each.
         const int64_t least = kTasksPerThread * pool.threads(), fine = op.work / kItemTaskWork;
         const int64_t wanted = fine > least ? fine : least;
@@ -455,6 +509,11 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
         const int64_t work = each.m * each.w->n * each.w->k;
+        return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
+    }
+    if (op.kind == kOpHeads) {
+        const LinearArgs& each = op.heads.each;
+        const int64_t strips = head_strips(op.heads), work = each.m * each.w->n * each.w->k;
         return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
     }
     const Weight& w = *op.linear.w;
@@ -492,6 +551,8 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
         if (quantizes(op)) place_activations(&op.linear, activations_.data(), kernels->wide_in_words);
         if (op.kind == kOpExperts && quantizes(op.experts.each))
             place_activations(&op.experts.each, activations_.data(), kernels->wide_in_words);
+        if (op.kind == kOpHeads && quantizes(op.heads.each))
+            place_activations(&op.heads.each, activations_.data(), kernels->wide_in_words);
     }
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {
@@ -523,10 +584,13 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
         case kOpMap: kernels->map(&op.map, begin, end); break;
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpGate: kernels->gate(&op.gate, begin, end); break;
+        case kOpRates: kernels->rates(&op.rates, begin, end); break;
+        case kOpGatedNorm: kernels->gated_norm(&op.gated_norm, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
         case kOpExperts: quantize_expert_rows(*kernels, op.experts, begin, end); break;
+        case kOpHeads: quantize_head_rows(*kernels, op.heads, begin, end); break;
         case kOpBias: add_biases(op.bias, begin, used_end(op.bias.used, begin, end)); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
@@ -568,9 +632,16 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
             break;
         }
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
+        case kOpConv: kernels->conv(&op.conv, share.begin, share.end, scratch); break;
+        case kOpDelta: kernels->delta(&op.delta, share.begin, share.end, scratch); break;
+        case kOpSpace: kernels->space(&op.space, share.begin, share.end, scratch); break;
         case kOpExperts:
             stream_file_parts(op.experts.each, share, expert_strips(op.experts));
             expert_tiles(*kernels, op.experts, share, scratch);
+            break;
+        case kOpHeads:
+            stream_file_parts(op.heads.each, share, head_strips(op.heads));
+            head_tiles(*kernels, op.heads, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
         case kOpTransfer: transfer(op.transfer); break;

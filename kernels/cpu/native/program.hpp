@@ -5,8 +5,9 @@
 // of an operator needs only row t of its arguments, and because memory that two operators of a phase
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
 // output rows, and over groups of rows if it has many (linear_tiles.hpp); quantizing its activations is
-// row-wise and joins the phase before. Attention is one phase over its work items (attention.hpp), a
-// product of experts one over the strips of the experts that have rows (moe.hpp). The update of a product
+// row-wise and joins the phase before. Attention is one phase over its work items (attention.hpp), and so is
+// an operator with recurrent states (state_plan.hpp), a product of experts one over the strips of the experts
+// that have rows (moe.hpp), one of heads over those of all heads (heads.hpp). The update of a product
 // by adapters is two phases (low_rank.hpp), and so is an exchange with other ranks (rank_group.hpp), also
 // one that combines the rows of experts (moe.hpp): its second phase is row-wise, and others join it. One
 // thread alone sends or receives the rows of a transfer.
@@ -24,7 +25,7 @@ struct Op {
     OpKind kind;
     Count count;      // what it runs over
     int64_t per;      // rows per counted thing
-    int64_t items, work;  // of attention; set for each run
+    int64_t items, work;  // of attention and of states; set for each run
     union {
         EmbeddingArgs embedding;
         LinearArgs linear;
@@ -33,6 +34,7 @@ struct Op {
         MapArgs map;
         AnglesArgs angles;
         GateArgs gate;
+        HeadsArgs heads;
         SelectArgs select;
         TakeArgs take;
         RopeArgs rope;
@@ -50,6 +52,11 @@ struct Op {
         TransferArgs transfer;
         CombineRanksArgs combine_ranks;
         GatherRanksArgs gather_ranks;
+        ConvArgs conv;
+        DeltaArgs delta;
+        SpaceArgs space;
+        RatesArgs rates;
+        GatedNormArgs gated_norm;
     };
 };
 
@@ -161,6 +168,7 @@ private:
     Status bind(Op* op, int64_t n, Needs* needs);
     void note_file_part(LinearArgs* args);
     Status plan_items(Op* op, int64_t requests, Needs* needs);
+    Status plan_states(Op* op, StateRows* rows, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, Program::Work kind, int64_t count) const;
     void rows(const Op& op, Program::Work kind, int64_t begin, int64_t end);
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);

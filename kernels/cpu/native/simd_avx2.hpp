@@ -221,6 +221,13 @@ INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(codes, x));
 }
+// The sums of four vectors' lanes.
+INLINE void reduce_four(const VF* x, float* out) {
+    const VF ab = add(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+    const VF cd = add(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+    const VF all = add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 INLINE float reduce_max(VF a) {
     __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));

@@ -264,6 +264,10 @@ INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     const VI low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
     return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(a, b)));
 }
+// The sums of four vectors' lanes.
+INLINE void reduce_four(const VF* x, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
 INLINE float reduce_max(VF a) { return vmaxvq_f32(a); }
 INLINE uint32_t lane_bits(uint32x4_t mask) {
     const uint32_t bits[] = {1, 2, 4, 8};

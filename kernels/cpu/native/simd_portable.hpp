@@ -193,6 +193,10 @@ INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     const VU low = (VU)((codes << 16 >> 16) * (x << 16 >> 16)), high = (VU)((codes >> 16) * (x >> 16));
     return (VI)((VU)acc + low + high);
 }
+// The sums of four vectors' lanes.
+INLINE void reduce_four(const VF* x, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
 INLINE float reduce_max(VF a) {
     float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
     return low > high ? low : high;

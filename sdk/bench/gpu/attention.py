@@ -65,7 +65,7 @@ def make_case(
     head_dim = card.size(given.width, min(given.width, 64))
     count = requests * (context // PAGE)
     spec = KVSpec(1, kv_heads, head_dim, PAGE, dtype)
-    pages = KVCache(spec, count, card.device, keys_transposed=False).layers[0]
+    pages = KVCache(spec, count, card.device, keys_transposed=False).pages[0]
     for codes, scales in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         _fill(card, codes, scales)
     order = torch.randperm(count, generator=card.random, device=card.device)

@@ -19,7 +19,7 @@ from sdk.kernels.routes import Routes
 if TYPE_CHECKING:
     from sdk.bench.gpu.card import Card
     from sdk.kernels.gpu.packing import Packed
-    from sdk.models.layers import ExpertProjection, Projection
+    from sdk.models.layers import Linear
 
 #: Rows and columns of the layers of 8B, 1B, 70B and 0.6B models: the most used first.
 SHAPES = (
@@ -222,7 +222,7 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
         loaded.engine.close()
 
 
-def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
+def _parts(layer: Linear, used: int) -> Iterator[Case]:
     """The parts of a layer that Triton kernels multiply; experts together if possible."""
     from sdk.kernels.gpu.linear import TritonLinear
     from sdk.quant.expert_weights import ExpertWeights

@@ -97,6 +97,13 @@ class PagePool:
         #: Pages whose content is the target of a copy that may not have been made yet: one of
         #: ``copies`` or of the last plan.
         self.unconfirmed: set[int] = set()
+        #: Bytes of a page, where memory moves between pages and other places (budget.py).
+        self.unit_bytes = 0
+        #: Called with the number of pages that must be free or only cached, if there are too few
+        #: free ones. It may ``give`` pages.
+        self.on_need: Callable[[int], None] | None = None
+        #: Called when a page is not known any more; ``None``: no page is.
+        self.on_forget: Callable[[int | None], None] | None = None
         #: Called with the location and the key of a cached page before it is evicted.
         self.on_evict: Callable[[int, PageKey], None] | None = None
         #: Called when a page becomes known (True) or unknown (False); ``None``: all became unknown.
@@ -174,6 +181,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def count_idle(self, hits: Sequence[int]) -> int:
+        """How many of these known pages have no owner."""
+        return sum(not self._references[page] for page in set(hits))
+
     def acquire(
         self, hits: Sequence[int], num_new: int, *, spare: int = 0, tiers: Sequence[int] = ()
     ) -> list[int] | None:
@@ -184,6 +195,8 @@ class PagePool:
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)
+        if num_new > len(self._free) and self.on_need is not None:
+            self.on_need(num_new + num_idle + spare)
         if num_new > len(self._free) and self.on_shortage is not None:
             self.on_shortage(num_new - len(self._free), False)
         short = num_new + num_idle + spare - len(self._free) - len(cached)
@@ -228,6 +241,28 @@ class PagePool:
         self.capacity += len(granted)
         return len(granted)
 
+    # Memory that moves (budget.Places)
+
+    @property
+    def num_spare(self) -> int:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_unused(self) -> int:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
+        return len(self._free)
+
+    def take_away(self, count: int) -> list[int]:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
+        return self.withhold(count)
+
+    def give(self, count: int) -> list[int]:
+        """See :class:`~sdk.engine.pages.budget.Places`."""
+        before = len(self._free)
+        self.grant(count)
+        return self._free[before:]
+
     def drop_cached(self) -> list[int]:
         """Evict all cached pages; returns all free pages."""
         while self._cached:
@@ -249,6 +284,8 @@ class PagePool:
         if key is not None:
             self._keys[page] = None
             del self._known[key.digest]
+            if self.on_forget is not None:
+                self.on_forget(page)
             if self.on_known is not None:
                 self.on_known(key, False)
             if self._costs is not None:
@@ -306,6 +343,8 @@ class PagePool:
         """
         self._keys = [None] * self.num_pages
         self._known.clear()
+        if self.on_forget is not None:
+            self.on_forget(None)
         if self.on_known is not None:
             self.on_known(None, False)
         if self._costs is not None:

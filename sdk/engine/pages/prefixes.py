@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sdk.engine.pages.groups import NO_HIT, Groups, Hit, Pinned
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
+from sdk.engine.pages.state_saves import StateSaves, mark
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
@@ -25,11 +27,14 @@ from sdk.engine.scheduling.request import Request
 
 class Prefix(NamedTuple):
     """The cached part of one sequence: pages of the cache, then pages of the swap space, then the
-    first tokens of one more page, which is copied."""
+    first tokens of one more page, which is copied. ``hit``: with groups, what it needs besides.
+    ``num_known``: its leading pages that are known, of which groups may serve fewer."""
 
     pages: list[int]
     swapped: list[PageKey]
     tail: Tail | None = None
+    hit: Hit = NO_HIT
+    num_known: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -49,8 +54,11 @@ class Prefixes:
         kv_type: str,
         num_swap_pages: int = 0,
         tiered: TieredPagePool | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.pool = pool
+        #: ``None``: pages contain all that there is of their tokens.
+        self.groups = groups
         self._tiered = tiered  # the pool, if it has tiers
         num_tiers = 1 if tiered is None else len(tiered.bits)
         self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers)
@@ -60,6 +68,9 @@ class Prefixes:
         self._kv_type = kv_type
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
         self._pinned: set[int] = set()
+        self._pinned_groups: dict[bytes, Pinned] = {}
+        if groups is not None and groups.states is not None:
+            self.tails.most_kept = groups.states.num_slots
         if num_swap_pages:
             pool.on_evict = self.swap.store
 
@@ -70,7 +81,14 @@ class Prefixes:
     def _root(self, request: Request) -> bytes:
         return root_digest(request.adapter, self._kv_type, request.job.cache_salt)
 
-    def find(self, request: Request) -> Prefix:
+    def awaits(self, request: Request) -> bool:
+        """Whether what a request waited for last time is still about to be cached."""
+        waits_for, groups = request.waits_for, self.groups
+        if waits_for in self.pending:
+            return True
+        return groups is not None and groups.saves is not None and waits_for in groups.saves.pending
+
+    def find(self, request: Request, *, tails: bool = True) -> Prefix:
         """The cached pages that a request may use. Sets ``waits_for`` if another request is about
         to write the next one.
 
@@ -78,11 +96,13 @@ class Prefixes:
         """
         request.waits_for = None
         if not self.pool.enable_prefix_caching:
-            return Prefix([], [])
+            return self._nothing()
         size, num_tokens = self.pool.page_size, request.num_tokens
         self.extend_keys(request, num_tokens // size)
         if not request.uses_prefix_cache:
-            return Prefix([], [])
+            return self._nothing()
+        if self.groups is not None:
+            return self._find_in_groups(request, self.groups, tails)
         keys = request.keys[: (num_tokens - 1) // size]
         pages, lowest_tier = self.pool.match(keys), 0
         if self._tiered is not None:
@@ -97,7 +117,104 @@ class Prefixes:
             return Prefix(pages, swapped)
         parent = keys[known - 1].digest if known else self._root(request)
         token_ids = request.token_ids[known * size : num_tokens - 1]
-        return Prefix(pages, swapped, self.tails.find(parent, token_ids, known))
+        tail = self.tails.find(parent, token_ids, known) if tails else None
+        return Prefix(pages, swapped, tail)
+
+    def _nothing(self, num_known: int = 0) -> Prefix:
+        """No part of a sequence is cached."""
+        if self.groups is None:
+            return Prefix([], [])
+        return Prefix([], [], None, self.groups.longest([]), num_known)
+
+    def _find_in_groups(self, request: Request, groups: Groups, tails: bool) -> Prefix:
+        """:meth:`find`: the longest boundary that all groups serve.
+
+        If the prompt leaves what another request computes in the middle, that one takes a snapshot
+        there.
+        """
+        size, num_tokens, saves = self.pool.page_size, request.num_tokens, groups.saves
+        keys = request.keys[: (num_tokens - 1) // size]
+        pages = self.pool.match(keys)
+        known = len(pages)
+        if known < len(keys) and (writer := self.pending.get(keys[known].digest)) is not None:
+            request.waits_for = keys[known].digest
+            if saves is not None:
+                self._save_branch(saves, writer, keys, known)
+            return self._nothing()
+        index = known
+        while index >= 0:
+            if saves is not None and index:
+                marked = mark(keys[index - 1].digest)
+                if marked in saves.pending:
+                    request.waits_for = marked
+                    return self._nothing()
+            if tails:
+                tail = self._tail_in_groups(request, groups, pages, index)
+                if tail is not None:
+                    snapshot = None if groups.states is None else groups.states.of(tail.page)
+                    hit = groups.hit(pages[:index], index * size + tail.num_tokens, snapshot)
+                    return Prefix(pages[:index], [], tail, hit, known)
+            snapshot = None
+            if index and groups.states is not None:
+                snapshot = groups.states.of(pages[index - 1])
+            if groups.states is None or snapshot is not None or not index:
+                missing = groups.serves(pages[:index], index * size)
+                if missing < 0:
+                    hit = groups.hit(pages[:index], index * size, snapshot)
+                    return Prefix(pages[:index], [], None, hit, known)
+                if groups.states is None:
+                    index = missing + 1  # every boundary between sees the page without a frame
+            index -= 1
+        return self._nothing(known)
+
+    def _save_branch(
+        self, saves: StateSaves, writer: Request, keys: Sequence[PageKey], known: int
+    ) -> None:
+        """Let ``writer``, which computes the page after the ``known`` ones, take a snapshot where
+        ``keys`` leave its tokens."""
+        end = known + 1
+        while end < len(keys) and self.pending.get(keys[end].digest) is writer:
+            end += 1
+        saves.save_at(writer, end)
+
+    def look_ahead(self, waiting: Iterable[Request]) -> None:
+        """With states: requests that will start later may leave what running ones are about to
+        compute. Those take a snapshot there while they are at it."""
+        if self.groups is None or (saves := self.groups.saves) is None:
+            return
+        size = self.pool.page_size
+        for request in waiting:
+            for sequence in request.sequences:
+                if not sequence.uses_prefix_cache or not self.pool.enable_prefix_caching:
+                    continue
+                self.extend_keys(sequence, sequence.num_tokens // size)
+                keys = sequence.keys[: (sequence.num_tokens - 1) // size]
+                known = len(self.pool.match(keys))
+                writer = self.pending.get(keys[known].digest) if known < len(keys) else None
+                if writer is not None:
+                    self._save_branch(saves, writer, keys, known)
+
+    def _tail_in_groups(
+        self, request: Request, groups: Groups, pages: list[int], index: int
+    ) -> Tail | None:
+        """The longest tail after ``index`` pages that all groups serve."""
+        size = self.pool.page_size
+        parent = request.keys[index - 1].digest if index else self._root(request)
+        if not self.tails.any_after(parent):
+            return None
+        first = index * size
+        token_ids = request.token_ids[first : min(first + size, request.num_tokens - 1)]
+
+        def may_use(tail: Tail) -> bool:
+            if groups.states is not None and (
+                not tail.whole or groups.states.of(tail.page) is None
+            ):
+                return False
+            if groups.tail_frames(tail.page, tail.writer, index) is None:
+                return False
+            return groups.serves(pages[:index], first + tail.num_tokens) < 0
+
+        return self.tails.find(parent, token_ids, index, may_use)
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a prompt that are cached, swapped out, or about to be cached.
@@ -107,7 +224,7 @@ class Prefixes:
         size, known = self.pool.page_size, request.keys
         if not self.pool.enable_prefix_caching or not request.uses_prefix_cache:
             return 0
-        found, parent = 0, self._root(request)
+        found, parent, pages = 0, self._root(request), list[int]()
         while (found + 1) * size < request.num_tokens:
             begin = found * size
             tokens = request.token_ids[begin : begin + size]
@@ -116,6 +233,9 @@ class Prefixes:
             if not held and key.digest not in self.pending:
                 break
             found, parent = found + 1, key.digest
+            pages += self.pool.match((key,)) if len(pages) == found - 1 else ()
+        if self.groups is not None and (len(pages) == found or self.groups.states is not None):
+            found = self.groups.longest(pages).num_pages
         return found * size
 
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
@@ -136,7 +256,10 @@ class Prefixes:
         hits = [page for prefix in found for page in prefix.pages]
         sources = [prefix.tail.page for prefix in found if prefix.tail is not None]
         hits += sources  # not evicted for the new pages
-        pages = pool.acquire(hits, sum(num_new), spare=spare, tiers=tiers)
+        if self.groups is not None:
+            pages = self._acquire_in_groups(request, found, hits, sum(num_new), spare)
+        else:
+            pages = pool.acquire(hits, sum(num_new), spare=spare, tiers=tiers)
         if pages is None:
             self.swap.put_back(held)
             return sum(num_new) - sum(tier > 0 for tier in tiers)
@@ -152,6 +275,8 @@ class Prefixes:
             one.num_computed = prefix.num_pages * size
             one.num_published = prefix.num_pages
             one.publishes = pool.enable_prefix_caching
+            if self.groups is not None and self.groups.saves is not None:
+                self.groups.saves.save_ends(one, prefix.num_known)
             if request.num_preemptions == 0 and one.uses_prefix_cache:
                 pool.queries += (one.num_tokens - 1) // size
                 pool.hits += len(prefix.pages)
@@ -161,7 +286,51 @@ class Prefixes:
                 self._duplicate(prefix.tail, one, prefix.num_pages)
         self.swap.put_back(held)
         pool.release(sources)
+        if self.groups is not None:
+            self.groups.drop_sources(self._tail_frames(self.groups, found))
         return 0
+
+    def _tail_frames(self, groups: Groups, found: Sequence[Prefix]) -> list[list[int]]:
+        """The frames of the tails found, by group."""
+        frames = []
+        for prefix in found:
+            if (tail := prefix.tail) is not None:
+                one = groups.tail_frames(tail.page, tail.writer, prefix.num_pages)
+                assert one is not None
+                frames.append(one)
+        return frames
+
+    def missing(self, request: Request, found: Sequence[Prefix], num_pages: int) -> int:
+        """With groups: the bytes that are missing to start a request with these hits and
+        ``num_pages`` other pages."""
+        assert self.groups is not None
+        sources = self._tail_frames(self.groups, found)
+        return self.groups.missing_for(request, [one.hit for one in found], sources, num_pages)
+
+    def missing_pages(self, request: Request, found: Sequence[Prefix], num_pages: int) -> int:
+        """:meth:`missing` in pages, which may be evicted hits too."""
+        idle = self.pool.count_idle([page for prefix in found for page in prefix.pages])
+        return -(-self.missing(request, found, num_pages + idle) // max(self.pool.unit_bytes, 1))
+
+    def num_held(self, sequence: Request) -> int:
+        """What a running sequence holds, in pages; with groups, also its frames and slots."""
+        return len(sequence.pages) if self.groups is None else self.groups.size_in_pages(sequence)
+
+    def _acquire_in_groups(
+        self, request: Request, found: Sequence[Prefix], hits: list[int], num_new: int, spare: int
+    ) -> list[int] | None:
+        """The pages of a request, and frames and slots for it; ``None``: something is missing."""
+        pool, groups = self.pool, self.groups
+        assert groups is not None
+        idle = pool.count_idle(hits)
+        if self.missing(request, found, num_new + idle + spare):
+            return None
+        pool.acquire(hits, 0)
+        sources = self._tail_frames(groups, found)
+        groups.begin(request, [one.hit for one in found], sources, num_new + spare)
+        new = pool.acquire((), num_new, spare=spare)
+        assert new is not None, "pages are missing"
+        return hits + new
 
     def _duplicate(self, tail: Tail, sequence: Request, index: int) -> None:
         """Copy a page with the first tokens of page ``index`` of a sequence."""
@@ -169,6 +338,10 @@ class Prefixes:
         pool.copies.append(Duplicate(pool.location(tail.page), pool.location(page)))
         pool.unconfirmed.add(page)
         sequence.num_computed += tail.num_tokens
+        if (groups := self.groups) is not None:
+            frames = groups.tail_frames(tail.page, tail.writer, index)
+            assert frames is not None
+            groups.copy_tail(sequence, frames, index)
 
     def publish(self, request: Request, num_full: int) -> None:
         """Make the pages known that a committed step has filled."""
@@ -177,6 +350,8 @@ class Prefixes:
         for index in range(request.num_published, num_full):
             key = request.keys[index]
             self._publish(request.pages[index], key)
+            if self.groups is not None:
+                self.groups.publish(request, index, key)
             self.tails.writers[key.digest] = request
             if self.pending.get(key.digest) is request:
                 del self.pending[key.digest]
@@ -192,6 +367,8 @@ class Prefixes:
     def release(self, sequence: Request) -> None:
         """Take the pages of a running sequence, and those it was about to publish."""
         self.tails.forget(sequence)
+        if self.groups is not None:
+            self.groups.release(sequence)
         self.pool.release(sequence.pages)
         for key in sequence.keys[sequence.num_published :]:
             if self.pending.get(key.digest) is sequence:
@@ -205,6 +382,8 @@ class Prefixes:
         first = (num_tokens - 1) // self.pool.page_size
         if sequence.num_published > first:
             return False
+        if self.groups is not None and not self.groups.sees(sequence, num_tokens - 1):
+            return False
         tiered = self._tiered
         return tiered is None or not any(map(tiered.tier, sequence.pages[first:]))
 
@@ -217,12 +396,21 @@ class Prefixes:
         del sequence.keys[num_full:]
 
     def keep_tail(self, sequence: Request) -> None:
-        """A sequence has ended: keep its last page, which is not full, for one that goes on.
+        """A sequence has ended: keep its last page, which is not full, for one that goes on. And
+        keep its state.
 
         Not with tiers: they count on known pages being full.
         """
-        if sequence.publishes and self._tiered is None:
-            self.tails.keep(sequence, self._root(sequence))
+        if not sequence.publishes or self._tiered is not None:
+            return
+        page, groups = self.tails.keep(sequence, self._root(sequence)), self.groups
+        if groups is None:
+            return
+        full, rest = divmod(sequence.num_computed, self.pool.page_size)
+        if not rest and full and full == sequence.num_published:
+            page = next(iter(self.pool.match((sequence.keys[full - 1],))), 0)
+        if page:
+            groups.keep(sequence, page, full if rest else full - 1)
 
     def invalidate(self, sequence: Request) -> None:
         """Remove a sequence's pages from cache and swap space: they may hold NaN."""
@@ -259,6 +447,11 @@ class Prefixes:
         """Pages of pinned prefixes."""
         return len(self._pinned)
 
+    def check_groups(self, sequences: Sequence[Request]) -> None:
+        """Assert that frames and slots are accounted for (tests)."""
+        if self.groups is not None:
+            self.groups.check(sequences, list(self._pinned_groups.values()))
+
     @property
     def pins(self) -> list[tuple[int, ...]]:
         """The page tables of all pins."""
@@ -268,7 +461,10 @@ class Prefixes:
         """Pages that a request (with its negative sequence) could get if nothing else ran: all
         except the pinned ones that it does not share.
         """
-        unpinned = self.pool.capacity - len(self._pinned)
+        if self.groups is not None:
+            unpinned = self.groups.most_pages(len(request.sequences), len(self._pinned))
+        else:
+            unpinned = self.pool.capacity - len(self._pinned)
         if not self._pinned:
             return unpinned
         own: set[int] = set()
@@ -287,6 +483,11 @@ class Prefixes:
         if len(pages) < len(keys):
             return False
         if keys[-1].digest not in self._pins:
+            if self.groups is not None:
+                pinned = self.groups.pin(pages)
+                if pinned is None:
+                    return False
+                self._pinned_groups[keys[-1].digest] = pinned
             self.pool.acquire(pages, 0)
             self._pins[keys[-1].digest] = tuple(pages)
             self._pinned.update(pages)
@@ -306,4 +507,6 @@ class Prefixes:
 
     def _unpin(self, last: bytes) -> None:
         self.pool.release(self._pins.pop(last))
+        if self.groups is not None:
+            self.groups.unpin(self._pinned_groups.pop(last))
         self._pinned = {page for pages in self._pins.values() for page in pages}

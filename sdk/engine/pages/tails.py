@@ -11,7 +11,7 @@ under the key of its tokens, until it is evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key
@@ -24,10 +24,13 @@ _MOST_KEPT = 64
 
 
 class Tail(NamedTuple):
-    """A page whose first ``num_tokens`` tokens are those that are needed."""
+    """A page whose first ``num_tokens`` tokens are those that are needed. ``whole``: these are all
+    that are known of it. ``writer``: the running request that writes it."""
 
     page: int
     num_tokens: int
+    whole: bool = False
+    writer: Request | None = None
 
 
 class Tails:
@@ -35,6 +38,8 @@ class Tails:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        #: How many pages are kept of requests that have ended; 0: ``_MOST_KEPT``.
+        self.most_kept = 0
         #: Digest of a full page -> the running request that has published it.
         self.writers: dict[bytes, Request] = {}
         #: Kept tails by their page, the oldest first. The pool may have evicted some.
@@ -42,42 +47,58 @@ class Tails:
         #: Those that come after a page, by its digest.
         self._after: dict[bytes, list[int]] = {}
 
-    def find(self, parent: bytes, token_ids: Sequence[int], index: int) -> Tail | None:
+    def any_after(self, parent: bytes) -> bool:
+        """Whether a page after ``parent`` may have a tail."""
+        return parent in self._after or parent in self.writers
+
+    def find(
+        self,
+        parent: bytes,
+        token_ids: Sequence[int],
+        index: int,
+        may_use: Callable[[Tail], bool] | None = None,
+    ) -> Tail | None:
         """The longest tail after ``parent``, the page before page ``index``, with the first of
-        ``token_ids``."""
+        ``token_ids``, of those that ``may_use`` accepts."""
         pool, found = self._pool, []
         writer = self.writers.get(parent)
         if writer is not None and len(writer.pages) > index:
             first = index * pool.page_size
             own = writer.token_ids[first : min(first + pool.page_size, writer.num_computed)]
-            found.append(Tail(writer.pages[index], _common(own, token_ids)))
+            common = _common(own, token_ids)
+            found.append(Tail(writer.pages[index], common, False, writer))
         for page in self._after.get(parent, ()):
             key = self._kept[page]
             if pool.key(page) is key:
-                found.append(Tail(page, _common(key.token_ids, token_ids)))
+                common = _common(key.token_ids, token_ids)
+                found.append(Tail(page, common, common == len(key.token_ids)))
         found = [one for one in found if one.num_tokens and self._in_first_tier(one.page)]
+        if may_use is not None:
+            found = [one for one in found if may_use(one)]
         return max(found, key=lambda one: one.num_tokens, default=None)
 
     def _in_first_tier(self, page: int) -> bool:
         return page_tier(self._pool.location(page))[0] == 0
 
-    def keep(self, sequence: Request, root: bytes) -> None:
-        """Keep the last page of a sequence that has ended, if it is not full."""
+    def keep(self, sequence: Request, root: bytes) -> int:
+        """Keep the last page of a sequence that has ended, if it is not full. Returns the page that
+        is known for its tokens, which may be another one; 0: none is."""
         size = self._pool.page_size
         full = sequence.num_computed // size
         token_ids = sequence.token_ids[full * size : sequence.num_computed]
         if not token_ids or full != sequence.num_published:
-            return
+            return 0
         page, parent = sequence.pages[full], sequence.keys[full - 1].digest if full else root
         key = page_key(parent, token_ids)
         self._pool.publish(page, key)
         if self._pool.key(page) is not key:  # another page has the same tail
-            return
+            return next(iter(self._pool.match((key,))), 0)
         self._drop(page)
         self._kept[page] = key
         self._after.setdefault(parent, []).append(page)
-        if len(self._kept) > _MOST_KEPT:
+        if len(self._kept) > (self.most_kept or _MOST_KEPT):
             self._drop(next(iter(self._kept)))
+        return page
 
     def _drop(self, page: int) -> None:
         """Stop keeping a page, if it is kept."""

@@ -30,7 +30,8 @@ class DeviceGraphs:
 
     :meth:`capture_next` captures one size after another. Sizes without a graph run operator by
     operator. ``most_tokens``: of the largest step in pieces. ``reads_hidden``: a head that drafts
-    reads hidden states of every step, so none is launched ahead.
+    reads hidden states of every step, so none is launched ahead. With recurrent states none is
+    either: a token that is dropped could not be taken out of them again.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DeviceGraphs:
             self.eager_reason = passes.no_graphs_reason()
         if self.eager_reason is None:
             self.decodes = RunAhead(passes, inputs, self._readbacks, card)
-            if not reads_hidden:
+            if not reads_hidden and inputs.attention_batch.states is None:
                 self.steps_ahead, self.batches_in_flight = 1, 2
         self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:

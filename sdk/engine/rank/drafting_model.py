@@ -1,4 +1,5 @@
-"""Weights that draft: the model's own in fewer bits, a smaller model, or a head.
+"""Weights that draft: the model's own in fewer bits, a smaller model, or a head, which may be the
+model's own block of multi-token prediction.
 
 The model's own weights use its keys and values. A draft writes those of its token where the model
 will write its own: the step that verifies drafts runs every position from the first drafted one on,
@@ -102,6 +103,7 @@ class DraftingModel:
             *(self._most, rows, rows, config.max_model_len, config.page_size, ops.device),
             work=work,
             shift=self._shift,
+            windows=len(kv.spec.windows),
         )
         self._passes = [ForwardPasses(each, kv, self._inputs, ops, Mesh()) for each in models]
         #: One for each draft; the last one for all that follow.
@@ -376,7 +378,7 @@ def _head(
     inputs = torch.zeros(most, head.model.hidden_size, device=ops.device)
     checkpoint = weights.open()
     try:
-        ends = _ends(checkpoint, config, ops, mesh, target)
+        ends = _ends(checkpoint, head, config, ops, mesh, target)
         heads = build_head(checkpoint, head, ops, inputs, ends, weights.max_model_len)
     finally:
         checkpoint.close()
@@ -386,14 +388,21 @@ def _head(
 
 
 def _ends(
-    head: Checkpoint, config: RunnerConfig, ops: Ops, mesh: Mesh, target: CausalLM
+    files: Checkpoint,
+    head: HeadConfig,
+    config: RunnerConfig,
+    ops: Ops,
+    mesh: Mesh,
+    target: CausalLM,
 ) -> ModelEnds:
     """The model's embedding and head. Of several ranks each has a part of them, and only rank 0
     drafts, so it loads them again as a whole if the head lacks one of them.
     """
-    complete = head.config["model_type"] == "medusa" or (
-        head.has("model.embed_tokens") and head.has("lm_head")
-    )
+    complete = head.method == "medusa"
+    if head.block:
+        complete = head.own_embedding and head.own_head
+    elif not complete:
+        complete = files.has("model.embed_tokens") and files.has("lm_head")
     if mesh.size == 1 or complete:
         return ModelEnds(target.embed, target.logits)
     checkpoint = config.open_model()

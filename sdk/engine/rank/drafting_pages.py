@@ -121,7 +121,7 @@ class DraftingPages:
     def move(self, copies: Iterable[Copy], ops: Ops) -> None:
         """Follow pages that move or are copied. Swapped pages are not kept."""
         for one in copies:
-            if isinstance(one, Move | Duplicate):
+            if isinstance(one, Move) or (isinstance(one, Duplicate) and one.group is None):
                 held = self._pages.get(one.source)
                 if isinstance(one, Move):
                     self._pages.pop(one.source, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
@@ -69,9 +70,10 @@ class ForwardPasses:
             inputs = self._model.embed(inputs)
             for first, rows in embedded:
                 inputs[first : first + len(rows)] = rows
+        layers: Any = self._kv.layers
         if isinstance(self._model, Decoder):
-            return self._model(inputs, batch, self._kv.layers, out)
-        found = self._model(inputs, batch, self._kv.layers)
+            return self._model(inputs, batch, layers, out)
+        found = self._model(inputs, batch, layers)
         return found if out is None else out.copy_(found)
 
     @property

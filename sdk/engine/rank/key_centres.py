@@ -11,6 +11,7 @@ pages over 192 tokens: Gemma 3 270M 0.118 without a centre and 0.067 with one, S
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.states import LayerState, StateBatch
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.quant.spec import KVSpec
 
@@ -35,16 +37,15 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     """
     spec = cache.spec
     lowest = spec.tiers[-1]
-    centred = [lowest.parts(layer)[0].type.centred for layer in range(spec.num_layers)]
     # also if this stage has no such layer: the others need what it computes
     wanted = lowest.key_type.centred
     if not wanted or not isinstance(model, Decoder) or not model.shift_invariant:
         return
     pages = _run(model, spec)
-    cache.layers = [
-        _with_centre(layer, _centre(seen)) if is_centred else layer
-        for layer, seen, is_centred in zip(cache.layers, pages, centred, strict=True)
-    ]
+    for i, (layer, seen) in enumerate(zip(cache.layers, pages, strict=True)):
+        if isinstance(layer, KVPages) and lowest.parts(i)[0].type.centred:
+            assert isinstance(seen, KVPages)
+            cache.layers[i] = _with_centre(layer, _centre(seen))
 
 
 def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
@@ -53,11 +54,13 @@ def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
     return replace(pages, k_centre=centre, next_tier=below)
 
 
-def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
-    """Float32 pages with the keys of the measured tokens."""
-    exact = replace(spec, page_size=_PAGE, dtype="float32")
+def _run(model: Decoder, spec: KVSpec) -> list[KVPages | LayerState]:
+    """Float32 pages with the keys of the measured tokens, and their states."""
+    exact = replace(spec, page_size=_PAGE, dtype="float32", windows=())
     device, transposed = model.ops.device, model.ops.keys_transposed
-    pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).layers
+    cache = KVCache(exact, _TOKENS // _PAGE, device, num_states=2, keys_transposed=transposed)
+    layers: Any = cache.layers
+    has_states = any(isinstance(layer, LayerState) for layer in cache.layers)
     ids = torch.arange(1, _TOKENS + 1, device=device) * _STRIDE % model.config.vocab_size
     with torch.inference_mode():
         for begin in range(0, _TOKENS, _STEP):
@@ -72,9 +75,16 @@ def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
                 page_size=_PAGE,
                 max_query_len=_STEP,
                 max_context_len=end,
+                states=_states(-1 if not begin else 1, device) if has_states else None,
             )
-            model(ids[begin:end], batch, pages)
-    return pages
+            model(ids[begin:end], batch, layers)
+    return cache.layers
+
+
+def _states(initial: int, device: torch.device) -> StateBatch:
+    """States go on from slot ``initial``, and to slot 1 after a step."""
+    values = [initial], [0, 1], [_STEP - 1], [1]
+    return StateBatch(*(torch.tensor(one, dtype=torch.int32, device=device) for one in values))
 
 
 def _centre(pages: KVPages) -> Tensor:

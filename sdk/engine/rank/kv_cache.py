@@ -1,89 +1,127 @@
-"""The page tensors of all layers."""
+"""The tensors of all caches of a rank: keys and values in pages and frames, recurrent states."""
 
 from __future__ import annotations
 
-import mmap
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, prod
 
-import numpy as np
-
-from sdk.api.errors import OutOfMemoryError, RequestError
-from sdk.engine.plan import Copy, Swap
+from sdk.api.errors import RequestError
+from sdk.engine.plan import Copy, Duplicate, Frames, Swap
+from sdk.engine.rank.cache_memory import CacheMemory
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
+from sdk.kernels.states import LayerState
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.caches import AttentionCache
+from sdk.quant.caches import AttentionCache, Cache, StateCache, tokens_in_window, window_groups
 from sdk.quant.spec import KVSpec, KVTypes
 
-_LINE = 64  # bytes of a cache line
-#: Address space for more pages than there is memory for: Python names the flag from 3.13 on.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-
-def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
-    """The KV cache of a model for ``kv_heads`` of its heads: those of one rank or of all ranks.
+def kv_spec(
+    config: ModelConfig,
+    page_size: int,
+    dtype: str,
+    heads: Callable[[int], int] = lambda count: count,
+    *,
+    ranks: int = 1,
+    windows: bool = False,
+) -> KVSpec:
+    """The caches of a model. ``heads``: how many there are of a cache's key/value heads, on one
+    rank or on all. ``ranks``: recurrent states are those of one of so many. ``windows``: window
+    groups have memory of their own.
 
     The layers of a model that is not causal share the pages of one: keys and values are read in the
     step that writes them, because a text runs in one step.
 
-    :raises RequestError: a layer to skip does not exist in the model.
+    :raises RequestError: ``dtype`` does not suit the model.
     """
-    skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
-    count = len(config.caches)
-    for layer in skipped:
-        if layer >= count:
-            raise RequestError(f"kv_cache_dtype: {dtype!r} skips layer {layer} of {count}")
+    caches = config.rank_caches(ranks) if config.causal else config.caches[:1]
+    caches = tuple(
+        one._replace(kv_heads=heads(one.kv_heads)) if isinstance(one, AttentionCache) else one
+        for one in caches
+    )
+    kv_heads, groups = heads(config.num_kv_heads), window_groups(caches) if windows else ()
+    plain = all(_is_plain(one, kv_heads, config.head_dim) for one in caches)
     return KVSpec(
-        num_layers=count if config.causal else 1,
+        num_layers=len(caches),
         kv_heads=kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
-        dtype=dtype,
-        caches=_caches_of_heads(config, kv_heads),
+        dtype=_dtype_of_caches(config, dtype),
+        caches=() if plain and not groups else caches,
+        windows=groups,
     )
 
 
-def _caches_of_heads(config: ModelConfig, kv_heads: int) -> tuple[AttentionCache, ...]:
-    """The shapes of layers that differ, of all heads, or of a rank that has ``kv_heads`` of
-    ``num_kv_heads``; empty if they are equal."""
-    if not config.layer_caches:
-        return ()
-    ranks = config.num_kv_heads / kv_heads
-    own = [one for one in config.layer_caches if isinstance(one, AttentionCache)]
-    return tuple(one._replace(kv_heads=max(1, ceil(one.kv_heads / ranks))) for one in own)
+def _is_plain(cache: Cache, kv_heads: int, head_dim: int) -> bool:
+    """Whether a cache is as ``KVSpec`` describes it without ``caches``, but for its window."""
+    if not isinstance(cache, AttentionCache):
+        return False
+    return cache._replace(window=None) == AttentionCache(kv_heads, head_dim, head_dim)
+
+
+def _dtype_of_caches(config: ModelConfig, dtype: str) -> str:
+    """The types with the caches to skip in place of the layers.
+
+    :raises RequestError: a layer to skip does not exist in the model; latents, which are keys and
+        values in one, would have two types, or tiers.
+    """
+    types = None if ">" in dtype else KVTypes.parse(dtype)
+    if config.latent is not None and (types is None or types.k != types.v):
+        raise RequestError(
+            f"kv_cache_dtype: {dtype!r}: expected one type: {config.model_type} keeps one vector "
+            "for each token, which is key and value (latent attention)"
+        )
+    if types is None:
+        return dtype
+    for layer in types.skip_layers:
+        if layer >= config.num_layers:
+            raise RequestError(
+                f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
+            )
+    if not config.causal or not types.skip_layers:
+        return dtype
+    skipped = {cache for layer in types.skip_layers for cache in config.caches_of(layer)}
+    return str(replace(types, skip_layers=tuple(sorted(skipped))))
 
 
 def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
     """The cache of one rank, empty."""
-    heads = mesh.heads(model.num_heads, model.num_kv_heads)
     layers = config.layers_of(mesh.stage) or range(model.num_layers)
-    spec = kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype)
-    own = [one for one in model.caches if isinstance(one, AttentionCache)]
-    if spec.caches:
-        counts = [mesh.heads(model.num_heads, one.kv_heads).kv_count for one in own]
-        each = zip(own, counts, strict=True)
-        spec = replace(spec, caches=tuple(one._replace(kv_heads=n) for one, n in each))
-    used = [one for layer in layers for one in model.caches_of(layer)]
-    numbers = range(min(used), max(used) + 1)
+    spec = kv_spec(
+        model,
+        config.page_size,
+        config.kv_dtype,
+        lambda count: mesh.heads(model.num_heads, count).kv_count,
+        ranks=mesh.size,
+        windows=bool(config.num_frames),
+    )
+    own = caches_of_layers(model, layers) if model.causal else range(1)
     return KVCache(
-        spec.of_layers(numbers) if model.causal else spec,
+        spec.of_layers(own),
         config.num_pages,
         ops.device,
+        num_frames=config.num_frames,
+        num_states=config.num_states,
         keys_transposed=ops.keys_transposed,
-        first_head=heads.kv_start,
-        first_layer=numbers.start,
+        first_head=mesh.heads(model.num_heads, model.num_kv_heads).kv_start,
+        first_layer=own.start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
         keep=config.kv_keep,
     )
+
+
+def caches_of_layers(model: ModelConfig, layers: range) -> range:
+    """The caches of a stage's layers, which are next to each other."""
+    used = [cache for layer in layers for cache in model.caches_of(layer)]
+    return range(min(used), max(used) + 1) if used else range(0)
 
 
 def cache_of_drafts(config: RunnerConfig, model: ModelConfig, ops: Ops) -> KVCache:
@@ -104,34 +142,22 @@ def drafting_kv_spec(model: ModelConfig, page_size: int, dtype: str) -> KVSpec:
     """
     if ">" not in dtype:
         dtype = str(replace(KVTypes.parse(dtype), skip_layers=()))
-    return kv_spec(model, model.num_kv_heads, page_size, dtype)
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    """Zeros on huge pages, which numpy asks for too: with small ones a step at a context of 4,096
-    tokens misses the TLB all the time."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise OutOfMemoryError(f"{nbytes} bytes for KV pages: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    return kv_spec(model, page_size, dtype)
 
 
 class KVCache:
-    """Keys and values of ``num_pages`` pages for every layer of one rank.
+    """What every layer of one rank keeps of the tokens before.
+
+    ``layers``: for each cache of ``spec`` its pages, or its states. Layers that keep all tokens are
+    in the memory of ``num_pages`` pages. Each window group has a memory of as many frames as
+    ``num_frames`` says, whose ids its page tables contain, and states have one of ``num_states``
+    slots: ``KVSpec.region``. Within a place all layers are next to each other, so that a few used
+    ones touch little memory: spread over the layers, one token of a 30-layer model would touch 60
+    huge pages of 2 MiB. A layer of pages has its keys, its values, and the scales of both if they
+    are codes.
 
     ``keys_transposed``: the memory order of a page's keys that the backend needs (see ``KVPages``).
-    The cache is one zeroed allocation of ``num_pages * spec.page_bytes`` bytes. The operating
-    system backs it with memory only where a page has been written; ``vacate`` returns the memory of
-    single pages, ``close`` all of it. All layers of a page are next to each other, so that a few
-    used pages touch little memory: spread over the layers, one token of a 30-layer model would
-    touch 60 huge pages of 2 MiB. Within a page a layer has its keys, its values, and the scales of
-    both if they are codes.
-
-    ``first_head``, ``first_layer``: the first of the model's key/value heads and layers that this
+    ``first_head``, ``first_layer``: the first of the model's key/value heads and caches that this
     rank holds.
     ``num_swap_pages`` more pages are in swap space: see
     :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
@@ -144,6 +170,8 @@ class KVCache:
         num_pages: int,
         device: torch.device | str = "cpu",
         *,
+        num_frames: Sequence[int] = (),
+        num_states: int = 0,
         keys_transposed: bool = True,
         first_head: int = 0,
         first_layer: int = 0,
@@ -154,55 +182,87 @@ class KVCache:
         self.spec = spec
         self.keep = keep
         self.num_pages = num_pages
+        #: By region: how many places it has.
+        self.counts = (num_pages, *num_frames, num_states)
+        if len(self.counts) != spec.num_regions:
+            raise ValueError(
+                f"KVCache: expected frames of {len(spec.windows)} window groups, found {num_frames}"
+            )
         self.first_head, self.first_layer = first_head, first_layer
         self._device = torch.device(device)
         self._keys_transposed = keys_transposed
         self._swap = num_swap_pages, swap_path
-        self._mapping: mmap.mmap | None = None
+        self._memories: list[CacheMemory] = []
         self._storage: SwapStorage | None = None
         self.allocate()
 
     def allocate(self) -> None:
-        """Allocate empty pages; may be called again after :meth:`close`.
+        """Allocate empty places; may be called again after :meth:`close`.
 
         :raises OutOfMemoryError: there is not enough memory.
         """
-        spec, num_pages = self.spec, self.num_pages
-        size = num_pages * spec.page_bytes
-        if self._device.type == "cpu":
-            self._mapping = _map(size)
-            memory = torch.from_numpy(np.frombuffer(self._mapping, np.uint8, size))
-        else:
-            memory = self._on_device(size)
-        below: Sequence[KVPages | None] = [None] * spec.num_layers
-        for index, tier in reversed(list(enumerate(spec.tiers))):
-            self.layers = []
-            pages = memory.view(num_pages << index, spec.page_bytes >> index)
-            offset = 0
-            for layer, lower in enumerate(below):
-                own = _layer(pages, tier, layer, offset, self._keys_transposed)
-                self.layers.append(replace(own, next_tier=lower))
-                offset += tier.layer_bytes(layer)
-            below = self.layers
-        self._memory = memory
+        spec = self.spec
+        self._memories = [
+            CacheMemory(count, spec.region_bytes(region), self._device)
+            for region, count in enumerate(self.counts)
+        ]
+        self.layers: list[KVPages | LayerState] = [LayerState({})] * spec.num_layers
+        for region, memory in enumerate(self._memories):
+            for layer, found in self._layers_of(region, memory.places).items():
+                self.layers[layer] = found
         num_swap_pages, swap_path = self._swap
         self._recode: Callable[[int, int], None] | None = None  # bound when first needed
         if num_swap_pages:
-            pages = memory.view(num_pages, spec.page_bytes)
-            self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+            self._storage = SwapStorage(self._memories[0].places, num_swap_pages, swap_path)
 
-    def _on_device(self, size: int) -> Tensor:
-        try:
-            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{size} bytes for KV pages: {error}") from error
-        begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
-        return memory[begin : begin + size]
+    def _layers_of(self, region: int, places: Tensor) -> dict[int, KVPages | LayerState]:
+        """The layers whose caches are in one memory, uint8 ``[count, bytes]``."""
+        spec, layers = self.spec, self.spec.layers_in(region)
+        offset = 0
+        if region == spec.num_regions - 1:
+            states: dict[int, KVPages | LayerState] = {}
+            for layer in layers:
+                cache = spec.caches[layer]
+                assert isinstance(cache, StateCache)
+                states[layer] = _state(places, cache, offset)
+                offset += cache.nbytes
+            return states
+        below: dict[int, KVPages] = {}
+        count, nbytes = places.shape
+        for index, tier in reversed(list(enumerate(spec.tiers))):
+            pages, offset, own = places.view(count << index, nbytes >> index), 0, {}
+            for layer in layers:
+                found = _layer(pages, tier, layer, offset, self._keys_transposed)
+                own[layer] = replace(found, next_tier=below.get(layer))
+                offset += tier.layer_bytes(layer)
+            below = own
+        return dict(below)
+
+    @property
+    def pages(self) -> list[KVPages]:
+        """The layers of a model all of whose layers have keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, KVPages)]
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a step of :meth:`rings`."""
+        windows = zip(self.spec.windows, self.counts[1:-1], strict=True)
+        size = self.spec.page_size
+        most = [tokens_in_window(window, count - 1, size) for window, count in windows]
+        return min(most, default=sys.maxsize)
+
+    def rings(self, pages: int) -> tuple[Frames, ...]:
+        """Frames for so many pages of the only request there is: each group's in turn."""
+        counts = enumerate(self.counts[1:-1])
+        return tuple(
+            Frames(group, 0, tuple(1 + page % (count - 1) for page in range(pages)))
+            for group, count in counts
+        )
 
     @property
     def can_vacate(self) -> bool:
-        """Whether the memory of single pages can be returned."""
-        return self._mapping is not None and hasattr(self._mapping, "madvise")
+        """Whether the memory of single places can be returned."""
+        return any(memory.can_vacate for memory in self._memories)
 
     def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
         """Copy pages to and from the swap space, move and duplicate pages, in the order given."""
@@ -210,6 +270,8 @@ class KVCache:
             if isinstance(one, Swap):
                 assert self._storage is not None
                 self._storage.run(one)
+            elif isinstance(one, Duplicate) and one.group is not None:
+                self._memories[1 + one.group].copy(one.source, one.target)
             else:
                 self._move(one.source, one.target, ops)
 
@@ -226,59 +288,53 @@ class KVCache:
         """Copy a page within its tier or recode it for a lower one."""
         (above, index), (below, at) = page_tier(source), page_tier(target)
         if above == below:
-            pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
-            if self._mapping is None:
-                pages[at] = pages[index]
-            else:  # torch would wait for its threads: 6 ms for 360 KiB on a busy machine
-                whole = pages.numpy()
-                whole[at] = whole[index]
+            self._memories[0].copy(index, at, above)
             return
         if self._recode is None:
-            self._recode = ops.page_recoder(self.layers)
+            self._recode = ops.page_recoder(self.pages)
         self._recode(source, target)
 
-    def vacate(self, pages: Sequence[int]) -> None:
-        """Return the memory of these pages to the system: they are zeros until they are written.
+    def vacate(self, places: Sequence[int], region: int = 0) -> None:
+        """Return the memory of these places of a region to the system: they are zeros until they
+        are written.
 
         Does nothing unless ``can_vacate``, for example on a GPU.
         """
-        if self._mapping is None or not self.can_vacate:
-            return
-        size, unit = self.spec.page_bytes, mmap.PAGESIZE
-        ordered = sorted(pages)
-        first = 0
-        for i, page in enumerate(ordered):
-            if i + 1 < len(ordered) and ordered[i + 1] == page + 1:
-                continue
-            begin = -(-ordered[first] * size // unit) * unit
-            end = (page + 1) * size // unit * unit
-            if begin < end:
-                self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-            first = i + 1
+        self._memories[region].vacate(places)
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers, self._recode = [], None
-        self._memory = torch.empty(0)
-        self._mapping = None
+        for memory in self._memories:
+            memory.close()
         if self._storage is not None:
             self._storage.close()
             self._storage = None
+
+
+def _view(places: Tensor, begin: int, name: str | torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """``[count, *shape]`` of ``places``, contiguous within a place, from byte ``begin`` on."""
+    dtype = getattr(torch, name) if isinstance(name, str) else name
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides.insert(0, places.shape[1] // dtype.itemsize)
+    values = places.view(-1).view(dtype)
+    at = values.storage_offset() + begin // dtype.itemsize
+    return values.as_strided((places.shape[0], *shape), strides, at)
+
+
+def _state(places: Tensor, cache: StateCache, begin: int) -> LayerState:
+    """One layer's views of the slots of states, from byte ``begin`` of a slot on."""
+    parts = {}
+    for part, size in zip(cache.parts, cache.part_bytes, strict=True):
+        parts[part.name] = _view(places, begin, part.dtype, part.shape)
+        begin += size
+    return LayerState(parts)
 
 
 def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed: bool) -> KVPages:
     """One layer's views of ``pages [num_pages, bytes]``, from byte ``begin`` of a page on."""
     cache, slots = spec.cache(layer), spec.page_size
     heads = cache.kv_heads
-
-    def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
-        """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
-        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-        strides.insert(0, pages.shape[1] // dtype.itemsize)
-        values = pages.view(-1).view(dtype)
-        at = values.storage_offset() + (begin + offset) // dtype.itemsize
-        return values.as_strided((pages.shape[0], *shape), strides, at)
-
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
     widths = cache.key_dim, 0 if cache.latent else cache.value_dim
@@ -286,11 +342,14 @@ def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed:
         width = values_per_head // part.type.packing
         transposed = keys_transposed and part is keys
         shape = (heads, width, slots) if transposed else (heads, slots, width)
-        codes.append(view(part.type.storage_dtype, offset, shape))
+        codes.append(_view(pages, begin + offset, part.type.storage_dtype, shape))
         offset += part.code_bytes
     for part in (keys, values):
         rows = heads * part.groups
-        scales.append(view(part.type.scale_dtype, offset, (rows, slots)) if rows else None)
+        found = None
+        if rows:
+            found = _view(pages, begin + offset, part.type.scale_dtype, (rows, slots))
+        scales.append(found)
         offset += part.scale_bytes
     k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
     return KVPages(k, codes[1], keys.type, values.type, scales[0], scales[1])

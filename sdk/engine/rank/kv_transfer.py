@@ -103,9 +103,9 @@ def read_layer(
     (0 without a tiered cache), and the first of the heads. ``None``: another stage has the layer.
     """
     layer -= runner.kv.first_layer
-    if not 0 <= layer < len(runner.kv.layers):
+    if not 0 <= layer < len(runner.kv.pages):
         return None
-    tiers, specs = runner.kv.layers[layer].tiers, runner.kv.spec.tiers
+    tiers, specs = runner.kv.pages[layer].tiers, runner.kv.spec.tiers
     mixes = specs[tier].parts(layer)[0].type.hadamard
     centre = tiers[0].k_centre if mixes else None
     to = _in_rows(specs[tier], layer, centre)
@@ -164,9 +164,9 @@ def write_layer(
     not have the layer.
     """
     own_layer = layer - runner.kv.first_layer
-    if not 0 <= own_layer < len(runner.kv.layers):
+    if not 0 <= own_layer < len(runner.kv.pages):
         return
-    kv = runner.kv.layers[own_layer]
+    kv = runner.kv.pages[own_layer]
     first, count = runner.kv.first_head, kv.k.shape[1]
     device = kv.k.device
     rows = torch.from_numpy(stored.rows[:, first : first + count].copy()).to(device)

@@ -34,11 +34,11 @@ class RankRows(NamedTuple):
 def read_rows(runner: ModelRunner, pages: list[int]) -> RankRows:
     """The contents of these pages. Runs on every rank (``Executor.on_ranks``)."""
     kv = runner.kv
-    if not kv.layers[0].k.is_cpu:
-        layers = range(len(kv.layers))
+    if not kv.pages[0].k.is_cpu:
+        layers = range(len(kv.pages))
         return RankRows(kv.first_head, [_layer(runner, i, pages).rows for i in layers])
     at, found = _index(pages), []
-    for layer in kv.layers:
+    for layer in kv.pages:
         columns = _columns(layer)
         _, heads, slots = columns[0].shape[:3]
         width = sum(column.shape[3] * column.itemsize for column in columns)
@@ -56,12 +56,12 @@ def write_rows(
     over all ranks. Runs on every rank.
     """
     kv = runner.kv
-    if not kv.layers[0].k.is_cpu:
+    if not kv.pages[0].k.is_cpu:
         for i, rows in enumerate(stored):
             write_layer(runner, i, pages, _with_centre(runner, i, rows), spec)
         return
     at = _index(pages)
-    for layer, rows in zip(kv.layers, stored, strict=True):
+    for layer, rows in zip(kv.pages, stored, strict=True):
         columns = _columns(layer)
         _, heads, slots = columns[0].shape[:3]
         own = rows[:, kv.first_head : kv.first_head + heads]

@@ -161,7 +161,7 @@ class RunAhead:
     def launch_next(
         self, last: InFlightStep, random_draws: Sequence[tuple[int, SamplerState]], ahead: int
     ) -> None:
-        """Launch the step after ``last``, unless one of its requests has no page for it.
+        """Launch the step after ``last``, unless one of its requests has no page or frame for it.
 
         ``random_draws``: the rows that are drawn at random. Their sampling states do not have the
         last ``ahead`` tokens yet.
@@ -169,7 +169,7 @@ class RunAhead:
         self.in_flight = None
         size = self._inputs.attention_batch.page_size
         for request, length in zip(last.requests, last.lengths, strict=True):
-            if len(request.pages) * size <= length:
+            if min(request.num_places) * size <= length:
                 return
         if random_draws:
             self._inputs.wait()

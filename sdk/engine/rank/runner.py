@@ -101,6 +101,8 @@ class ModelRunner:
             find_shared=self.ops.shares_keys,
             work=self.ops.work_shape(config.max_num_seqs, heads, spec.kv_heads, spec.head_dim),
             token_types=facts.token_types > 0,
+            windows=len(spec.windows),
+            states=config.num_states > 0,
         )
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
@@ -207,7 +209,8 @@ class ModelRunner:
         """Launch one step; results must be read in the order of the launches."""
         repeated = self._repeated
         if repeated is not None:
-            if plan.rows is repeated.rows and not plan.copies and repeated.ready:
+            changes = plan.copies or plan.state_saves or plan.vacated
+            if plan.rows is repeated.rows and not changes and repeated.ready:
                 return repeated.launch(plan)
             self._repeated = None
             repeated.apply_deferred()
@@ -222,10 +225,10 @@ class ModelRunner:
             rows: Sequence[StepRow] = plan.rows
             if self._is_drafted:
                 rows = self._with_drafts(rows, requests)
-            batch = StepBatch(rows, requests, range(len(requests)))
+            batch = StepBatch(rows, requests, range(len(requests)), plan.state_saves)
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
-            request.num_computed += row.num_scheduled_tokens - len(row.drafts)
+            request.ran(row.num_scheduled_tokens, len(row.drafts))
         self._last_step = _LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
 
@@ -263,8 +266,11 @@ class ModelRunner:
                 request.accept(token_ids)
         self.kv.copy(plan.copies, self.ops)
         self._inputs.apply_moves(self._requests.values(), plan.copies)
-        for request_id, pages in plan.new_pages:
-            self._requests[request_id].pages.extend(pages)
+        for region, places in enumerate(plan.vacated):
+            self.kv.vacate(places, region)
+        if plan.vacated and plan.vacated[0] and self.drafting is not None:
+            self.drafting.vacate(plan.vacated[0])
+        self._add_pages(plan)
         if self.drafting is not None:
             self.drafting.update(plan)
         if plan.dropped:
@@ -272,7 +278,8 @@ class ModelRunner:
         for request_id in plan.dropped:
             self._requests.pop(request_id, None)
         for start in plan.started:
-            request = self._requests[start.request_id] = RankRequest(start)
+            request = RankRequest(start, len(self.kv.spec.windows))
+            self._requests[start.request_id] = request
             if request.spec.negative_of is not None:
                 self._requests[request.spec.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
@@ -395,15 +402,23 @@ class ModelRunner:
             repeater = self.strategy.repeater(batch)
             if repeater is not None:
                 tokens = [found[0] for found in result.tokens]
+                self._inputs.set_states(batch.rows, batch.requests)
                 self._repeated = _RepeatedSteps(self, plan.rows, batch, repeater, tokens)
 
     def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
-        """Add a plan's new pages to requests whose rows stay the same."""
-        for request_id, pages in plan.new_pages:
-            self._requests[request_id].pages.extend(pages)
+        """Add a plan's new pages and frames to requests whose rows stay the same."""
+        self._add_pages(plan)
         self._inputs.wait()
         for row, request in enumerate(batch.requests):
             self._inputs.write_pages(row, request)
+
+    def _add_pages(self, plan: StepPlan) -> None:
+        for request_id, pages in plan.new_pages:
+            self._requests[request_id].pages.extend(pages)
+        for request_id, frames in plan.new_frames:
+            request = self._requests[request_id]
+            if request.add_frames(frames):
+                self._inputs.rewrite_pages(request)
 
     def take_mask_seconds(self) -> float:
         """How long the last step waited for masks."""
@@ -424,18 +439,23 @@ class ModelRunner:
         return self.ops.context.lending(self._prompt_logits(token_ids))
 
     def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        pages = -(-len(token_ids) // self._inputs.attention_batch.page_size)
+        size = self._inputs.attention_batch.page_size
+        pages = -(-len(token_ids) // size)
         page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
         spec = SequenceSpec("prompt", SamplingParams())
-        request = RankRequest(RequestStart(spec, tuple(token_ids), count, 0, page_ids))
-        for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
+        start = RequestStart(spec, tuple(token_ids), count, 0, page_ids)
+        frames, slots = self.kv.rings(pages), (1,) if self.kv.counts[-1] else ()
+        start = start._replace(frames=frames, state_slots=slots)
+        request = RankRequest(start, len(frames))
+        step = min(len(self._inputs.token_ids), self.kv.most_tokens)
+        for begin in range(0, len(token_ids), step):
             moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.copy(moves, self.ops)
             self._inputs.apply_moves([request], moves)
-            count = min(len(token_ids) - begin, len(self._inputs.token_ids))
+            count = min(len(token_ids) - begin, step)
             batch = StepBatch([StepRow("prompt", count)], [request], [0])
             (launched,) = self.strategy.launch(batch)
-            request.num_computed += count
+            request.ran(count, 0)
             yield from self._passes.logits_in_parts(launched.hidden[:count])
         self._inputs.forget()
 
@@ -535,7 +555,7 @@ class _RepeatedSteps:
 
     def launch(self, plan: StepPlan) -> _RepeatedSteps:
         """Launch the same rows, some of which may have new pages."""
-        if plan.new_pages:
+        if plan.new_pages or plan.new_frames:
             self._runner.add_pages(plan, self._batch)
             if len(self._deferred) >= _MAX_DEFERRED:
                 self.apply_deferred()

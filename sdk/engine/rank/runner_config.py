@@ -38,7 +38,8 @@ class DraftingWeights:
         """Open the files, with online quantization if ``quantization`` is set."""
         from sdk.loaders.head_folder import open_head
 
-        opened = open_checkpoint(self.model) if self.head is None else open_head(self.model)
+        own_files = self.head is None or self.head.block
+        opened = open_checkpoint(self.model) if own_files else open_head(self.model)
         return online_quantized(opened, self.quantization)
 
 
@@ -73,6 +74,11 @@ class RunnerConfig:
     num_swap_pages: int = 0
     swap_path: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
+    #: Frames of each window group, with frame 0, which is for padding; empty: layers with a window
+    #: keep all tokens, in pages.
+    num_frames: tuple[int, ...] = ()
+    #: Slots of recurrent states, with slot 0, which is for padding.
+    num_states: int = 0
     #: Bytes of this rank's weights that are offloaded to a file in ``disk_folder``, and bytes that
     #: stay in memory.
     disk_bytes: int = 0

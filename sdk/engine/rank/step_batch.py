@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sdk.api.logprobs import Sampled
-from sdk.engine.plan import Pooled, StepRow
+from sdk.engine.plan import Pooled, StateSave, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.kernels.lazy_torch import Tensor
 from sdk.sampling.draws import Draw
@@ -55,12 +55,19 @@ class StepBatch:
         "rows",
         "sampled",
         "scored",
+        "state_saves",
     )
 
     def __init__(
-        self, rows: Sequence[StepRow], requests: Sequence[RankRequest], plan_indices: Sequence[int]
+        self,
+        rows: Sequence[StepRow],
+        requests: Sequence[RankRequest],
+        plan_indices: Sequence[int],
+        state_saves: Sequence[StateSave] = (),
     ) -> None:
         self.rows = rows
+        #: Of the plan, for any rows.
+        self.state_saves = state_saves
         self.requests = requests
         self.plan_indices = plan_indices
         #: The tokens of the step that have logits: sampled ones first, then one for each negative
@@ -136,6 +143,7 @@ class StepBatch:
             [self.rows[i] for i in indices],
             [self.requests[i] for i in indices],
             [self.plan_indices[i] for i in indices],
+            self.state_saves,
         )
 
 

@@ -86,7 +86,7 @@ class Admission:
         """
         queues, blocked = self._queues, False
         spare, slots = self._spare(), self._slots()
-        pool, adapters = self._prefixes.pool, self._adapters
+        pool, adapters, groups = self._prefixes.pool, self._adapters, self._prefixes.groups
         if adapters is not None:
             adapters.begin_pass()
         for request in queues.waiting:
@@ -105,9 +105,13 @@ class Admission:
             slots += len(sequences)  # a request that waits for a prefix keeps its slot
             if slots > self._config.max_num_seqs or len(sequences) > most:
                 return
-            if request.waits_for in self._prefixes.pending:
+            if self._prefixes.awaits(request):
                 continue
-            if pool.num_available < request.min_available + spare and not pool.on_shortage:
+            if (
+                pool.num_available < request.min_available + spare
+                and not pool.on_shortage
+                and groups is None  # it may lack frames or slots
+            ):
                 return
             found = [self._prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
@@ -119,7 +123,8 @@ class Admission:
                 return
             request.min_available = self._prefixes.acquire(request, found, spare)
             if request.min_available and any(prefix.tail is not None for prefix in found):
-                found = [prefix._replace(tail=None) for prefix in found]  # it takes a page more
+                # it takes a page more
+                found = [self._prefixes.find(sequence, tails=False) for sequence in sequences]
                 num_computed = found[0].num_tokens(self._config.page_size)
                 request.min_available = self._prefixes.acquire(request, found, spare)
             if request.min_available:
@@ -127,8 +132,13 @@ class Admission:
             queues.waiting.remove(request)
             self._start(request, found, num_computed, now)
             spare += self._may_grow(request)
+            if groups is not None:
+                most = groups.most_tokens(request, most)
             shares = share(request, most)
             num = sum(num for _, num in shares)
+            if groups is not None:
+                for sequence, count in shares:
+                    groups.grow(sequence, count)
             budget.take(request, num)
             queues.will_run(request, num)
             yield request, shares
@@ -149,7 +159,7 @@ class Admission:
         first = queues.waiting.first() if queues.running else None
         if (
             first is None
-            or first.waits_for in self._prefixes.pending
+            or self._prefixes.awaits(first)
             or self._lacks_result_memory(first, False)
             or not (self._adapters is None or self._adapters.is_ready(first))
         ):
@@ -167,7 +177,8 @@ class Admission:
             if slots <= 0 and pages <= 0:
                 return
             sequences = [sequence for request in victims for sequence in request.sequences]
-            if len(sequences) < slots or sum(len(one.pages) for one in sequences) < pages:
+            held = sum(self._prefixes.num_held(one) for one in sequences)
+            if len(sequences) < slots or held < pages:
                 return
             queues.preempt(victims[0])
 
@@ -181,6 +192,8 @@ class Admission:
         size = self._config.page_size
         needed = sum(-(-one.num_tokens // size) for one in request.sequences)
         hits = sum(len(prefix.pages) for prefix in found)
+        if prefixes.groups is not None:
+            return prefixes.missing_pages(request, found, needed - hits + self._spare())
         return (
             max(needed - hits, request.min_available) + self._spare() - prefixes.pool.num_available
         )

@@ -50,6 +50,9 @@ class Committer:
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
         rows, found, forced = batch.plan.rows, result.tokens, result.forced
         need_page: list[Request] = []
+        need_save: list[Request] = []
+        groups = self._prefixes.groups
+        saves = None if groups is None else groups.saves
         earlier, together = _last_token(batch.sequences), 0
         index = -1  # zip(strict=True) costs 25 us after a step (docs/log.md)
         for request in batch.sequences:
@@ -77,6 +80,10 @@ class Committer:
                 self._ran(request, before, num, bool(drafts), batch.planned_ts, now)
             if request.publishes and after // page_size > request.num_published:
                 self._publish(request, after)
+            if saves is not None:
+                saves.ran(request, num, bool(drafts))
+                if repeats and (after + 1) % page_size == 0:
+                    need_save.append(request)
             scored = self._scored(request, before, prompt_logprobs) if prompt_logprobs else ()
             if not tokens:
                 if request.spec.kind == "embed" or scored:
@@ -100,7 +107,7 @@ class Committer:
             elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
-            in_flight.need_page = need_page
+            in_flight.need_page, in_flight.need_save = need_page, need_save
         self.num_together, self.interval = together, now - earlier
         return updates
 

@@ -25,7 +25,8 @@ class InFlightBatches:
     """The batches in flight, oldest first, and the last batch if the next one may repeat it.
 
     A batch is ``repeatable`` if it contains everything that runs, each request with one token, and
-    no request came or went since. ``need_page``: its requests that need a page for the next step.
+    no request came or went since. ``need_page``: its requests that need a page for the next step,
+    ``need_save``: those that fill a page in it, after which their recurrent states are saved.
     ``same``: the repeatable batch, planned without new pages or copies. It can be used again
     unchanged, so that nothing is built or read row by row.
     """
@@ -34,6 +35,7 @@ class InFlightBatches:
         self.batches: deque[Batch] = deque()
         self.repeatable: Batch | None = None
         self.need_page: list[Request] = []
+        self.need_save: list[Request] = []
         self.same: Batch | None = None
 
     def __len__(self) -> int:
@@ -41,7 +43,7 @@ class InFlightBatches:
 
     def stop_repeating(self) -> None:
         """The next batch is planned request by request."""
-        self.repeatable, self.need_page = None, []
+        self.repeatable, self.need_page, self.need_save = None, [], []
 
     def sequences(self) -> frozenset[Request]:
         """All sequences in flight, negative ones included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sdk.engine.pages.groups import Groups
 from sdk.engine.scheduling.admission import Admission, PromptBudget
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
@@ -22,8 +23,15 @@ _EXPECTED_S = 60.0
 class PromptSteps:
     """Plans the prompts of steps."""
 
-    def __init__(self, config: SchedulerConfig, queues: RequestQueues, admission: Admission):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        admission: Admission,
+        groups: Groups | None = None,
+    ) -> None:
         self._config = config
+        self._groups = groups
         self._queues = queues
         self._admission = admission
 
@@ -36,6 +44,7 @@ class PromptSteps:
         ``may_start``: whether waiting requests may start.
         """
         queues, budget = self._queues, self._budget(tokens, decodes)
+        groups = self._groups
         parts: list[tuple[Request, int]] = []
         started: list[Request] = []
 
@@ -49,8 +58,12 @@ class PromptSteps:
             if queues.policy.preemptive:
                 admit(request)
             most = budget.most(request)
+            if most and groups is not None:
+                most = groups.most_tokens(request, most)
             shares = share(request, most) if most else ()
             for part in shares:
+                if groups is not None:
+                    groups.grow(*part)
                 budget.take(request, part[1])
                 parts.append(part)
         admit(None)

@@ -201,9 +201,10 @@ class RequestQueues:
         """End an unfinished request."""
         if request.status is RequestStatus.RUNNING:
             self._stop(request)
-            if reason in ("stop", "length"):  # after an error pages may hold NaN
-                for sequence in request.sequences:
-                    self._prefixes.keep_tail(sequence)
+            if reason in ("stop", "length") or (
+                reason != "error" and self._has_states
+            ):  # after an error pages may hold NaN
+                self._keep_tails(request)
             self._release(request)
         else:
             self.waiting.remove(request)
@@ -216,6 +217,21 @@ class RequestQueues:
             self.answer_lengths.append(request.num_output_tokens)
         if self._adapters is not None:
             self._adapters.detach(request)
+
+    @property
+    def _has_states(self) -> bool:
+        return self._config.states is not None
+
+    def _keep_tails(self, request: Request) -> None:
+        """Keep the ends of what a request has computed. Not of one in flight with its recurrent
+        state: that has read more tokens than are committed."""
+        if self._has_states and any(
+            request in batch.sequences or request.negative in batch.sequences
+            for batch in self._in_flight.batches
+        ):
+            return
+        for sequence in request.sequences:
+            self._prefixes.keep_tail(sequence)
 
     def _stop(self, request: Request) -> None:
         """Remove a request from the running ones."""
@@ -290,15 +306,20 @@ class RequestQueues:
         if self.policy.dynamic:
             self._report(request, num_tokens)
 
-    def preempt(self, request: Request) -> None:
-        """Send a running request back to wait. It starts over from its known tokens."""
+    def preempt(self, request: Request, *, interrupted: bool = False) -> None:
+        """Send a running request back to wait. It starts over from its known tokens.
+
+        ``interrupted``: in a step, so its recurrent state may be that of any token.
+        """
         self._stop(request)
+        if self._has_states and not interrupted:
+            self._keep_tails(request)
         self._release(request)
         self._wait_again(request)
 
-    def preempt_last(self) -> None:
+    def preempt_last(self, *, interrupted: bool = False) -> None:
         """:meth:`preempt` the last running request."""
-        self.preempt(self.running[-1])
+        self.preempt(self.running[-1], interrupted=interrupted)
 
     def _wait_again(self, request: Request) -> None:
         """Queue a request that has lost its pages."""

@@ -13,14 +13,19 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sdk.api.outputs import FinishReason
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.timeline import RequestEvent, with_event
 from sdk.engine.job import Job
 from sdk.engine.pages.page_pool import PageKey, page_key
-from sdk.engine.plan import RequestStart, SequenceSpec
+from sdk.engine.plan import Frames, RequestStart, SequenceSpec
 from sdk.engine.scheduling.results import ResultReservation
+
+if TYPE_CHECKING:
+    from sdk.engine.pages.frames import Held
+    from sdk.engine.pages.state_saves import WorkingState
 
 _NEGATIVE_PARAMS = SamplingParams()
 
@@ -114,6 +119,7 @@ class Request:
         "results",
         "scheduled_ts",
         "spec",
+        "state",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -122,6 +128,7 @@ class Request:
         "urgent",
         "waits_for",
         "watched",
+        "windows",
     )
 
     def __init__(self, job: Job, spec: SequenceSpec | None = None) -> None:
@@ -147,6 +154,9 @@ class Request:
         self.num_preemptions = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.mirostat_mu: float | None = None  # as of the last committed token
         self.pages: list[int] = []
+        # What it holds besides pages while it runs: frames by window group, the slots of its state.
+        self.windows: list[Held] = []
+        self.state: WorkingState | None = None
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
         self.num_published, self.publishes = 0, False  # leading pages that are published already
         self.num_certain = sys.maxsize  # tokens that no rewind takes back: only these are published
@@ -281,6 +291,12 @@ class Request:
             self.max_len,
             self.mirostat_mu,
             self._forbidden_next,
+            tuple(
+                Frames(group, held.first, tuple(held.frames))
+                for group, held in enumerate(self.windows)
+            ),
+            () if self.state is None else tuple(self.state.slots),
+            -1 if self.state is None else self.state.initial,
         )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

@@ -43,9 +43,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from sdk.api.outputs import RequestEvent
+from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
@@ -71,6 +72,8 @@ _MIN_CONCURRENT_TOKENS = 512
 _STEPS_PER_STAGE = 4
 #: While requests wait that might overtake running ones, one of this many steps looks at them.
 _LOOK_EVERY = 8
+#: So many waiting requests are looked at for where they leave prompts that run.
+_LOOK_AHEAD = 16
 _NO_SEQUENCES: frozenset[Request] = frozenset()
 
 
@@ -97,9 +100,16 @@ class Scheduler:
                 config.prefix_eviction,
             )
         self.pool = self.tiered_pool or PagePool(
-            *pages, limit=config.first_pages, eviction=config.prefix_eviction
+            *pages, limit=config.first_limit, eviction=config.prefix_eviction
         )
-        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool)
+        #: What requests hold besides pages; ``None``: nothing.
+        self.groups: Groups | None = None
+        if config.has_groups:
+            self.pool.unit_bytes = config.page_bytes
+            self.groups = Groups(config, self.pool)
+        self.prefixes = Prefixes(
+            self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool, self.groups
+        )
         self._in_flight = InFlightBatches()
         #: ``None``: requests cannot have adapters.
         self.adapters: AdapterSlots | None = None
@@ -109,11 +119,12 @@ class Scheduler:
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
         self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
-        self._prompts = PromptSteps(config, self.queues, self.admission)
+        self._prompts = PromptSteps(config, self.queues, self.admission, self.groups)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
+        self._num_looked = 0  # requests when the waiting ones were last looked at for snapshots
         self._num_added = 0  # requests when a step was last planned request by request
         #: In repeated batches a request gets a new page this many steps before it needs it.
         self.pages_ahead = 0
@@ -241,6 +252,8 @@ class Scheduler:
         in_flight.repeatable = in_flight.same = None
         self._num_added = queues.num_added
         self._end_steps()
+        if self.groups is not None:
+            self._begin_groups(self.groups, busy)
         queues.refresh()
         if queues.policy.preemptive and queues.waiting:
             self.admission.make_room(busy)
@@ -272,6 +285,12 @@ class Scheduler:
         for request in queues.take_rewound():
             started += [sequence.start() for sequence in request.sequences]
         rows.sort(key=_has_several_tokens)  # of one token first
+        if self.groups is not None and (saves := self.groups.saves) is not None:
+            if joined or queues.num_added != self._num_looked:
+                self._num_looked = queues.num_added
+                self.prefixes.look_ahead(islice(queues.waiting, _LOOK_AHEAD))
+            for sequence, row in rows:
+                saves.plan(sequence, row.num_scheduled_tokens - len(row.drafts))
         batch = self._launch(rows, started, new_pages, num_decodes)
         # a request with a negative prompt has two rows, so equal numbers may be a coincidence
         alone = 0 < num_decodes == len(queues.running) and not any(
@@ -281,6 +300,15 @@ class Scheduler:
         if complete and alone and not others and not num_drafts:
             in_flight.repeatable = batch
         return batch.plan
+
+    def _begin_groups(self, groups: Groups, busy: frozenset[Request]) -> None:
+        """Windows that have moved on give back."""
+        groups.begin_plan()
+        if groups.frames:
+            for request in self.queues.running:
+                for sequence in request.sequences:
+                    if sequence not in busy:
+                        groups.leave(sequence)
 
     @property
     def _in_stages(self) -> bool:
@@ -330,6 +358,12 @@ class Scheduler:
             tuple(self.queues.take_dropped()),
             self.pool.take_copies(),
         )
+        if (groups := self.groups) is not None:
+            plan = plan._replace(
+                new_frames=groups.take_new_frames(),
+                state_saves=groups.take_saves(),
+                vacated=groups.take_vacated().places,
+            )
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         now = self.queues.clock()
@@ -381,7 +415,7 @@ class Scheduler:
             )
         ):
             return None
-        if in_flight.same is not None and not in_flight.need_page:
+        if in_flight.same is not None and not (in_flight.need_page or in_flight.need_save):
             in_flight.repeatable = in_flight.same
             return in_flight.same
         pages = self.pool.acquire((), len(in_flight.need_page))
@@ -394,12 +428,27 @@ class Scheduler:
         self._step_id += 1
         copies = self.pool.take_copies()
         plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
+        if self.groups is not None:
+            plan = self._with_groups(plan, self.groups)
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
-        if not (new_pages or copies):
+        if not (new_pages or copies or plan.state_saves or plan.vacated):
             in_flight.same = batch
         return batch
+
+    def _with_groups(self, plan: StepPlan, groups: Groups) -> StepPlan:
+        """A repeated plan with the frames of its new pages, and with its snapshots."""
+        groups.begin_plan()
+        in_flight = self._in_flight
+        for request in in_flight.need_page:
+            groups.grow_pages(request, len(request.pages))
+        if groups.saves is not None:
+            for request in in_flight.need_save:
+                groups.saves.plan(request, 1)
+        frames, saves = groups.take_new_frames(), groups.take_saves()
+        vacated = groups.take_vacated().places
+        return plan._replace(new_frames=frames, state_saves=saves, vacated=vacated)
 
     def _plan_decodes(
         self,
@@ -441,6 +490,8 @@ class Scheduler:
                     new_pages.append((sequence.request_id, (page,)))
             else:
                 for sequence in sequences:
+                    if self.groups is not None:
+                        self.groups.grow(sequence, 1)
                     decodes.append((sequence, _row(sequence, 1)))
         return complete
 
@@ -470,7 +521,12 @@ class Scheduler:
             return 0
         for index, (request, row) in enumerate(decodes):
             held = len(request.pages)
-            if found := drafts.take(request, left, self.pool):
+            found = drafts.take(request, left, self.pool)
+            if found and (groups := self.groups) is not None:
+                found = found[: groups.most_tokens(request, 1 + len(found)) - 1]
+                found = found[: groups.most_drafts]
+                groups.grow(request, 1 + len(found))
+            if found:
                 left -= len(found)
                 num = 1 + len(found)
                 decodes[index] = (
@@ -517,7 +573,7 @@ class Scheduler:
         self._in_flight.batches.clear()
         self._in_flight.stop_repeating()
         while self.queues.running:
-            self.queues.preempt_last()
+            self.queues.preempt_last(interrupted=True)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached and pinned prefixes. Running requests continue; their pages are no
@@ -539,6 +595,7 @@ class Scheduler:
         sequences = [one for request in self.queues.running for one in request.sequences]
         self.pool.check([*(one.pages for one in sequences), *self.prefixes.pins])
         self.prefixes.swap.check()
+        self.prefixes.check_groups(sequences)
         self.queues.check()
         assert len(sequences) <= self.config.max_num_seqs, "too many requests run"
         for one in sequences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sdk.api.errors import RequestError
 from sdk.api.scheduling_policy import POLICIES, PolicyName, SchedulingPolicy
@@ -15,6 +15,24 @@ from sdk.kernels.kv_tiers import KEPT_PAGES
 SHORT_STEP = 64
 #: On a GPU the weights take longer than this many tokens (H100, scheduler.py).
 SHORT_STEP_GPU = 512
+
+
+class WindowGroup(NamedTuple):
+    """The memory of the layers with one window: ``num_frames`` places of ``frame_bytes`` for one
+    page each, place 0 reserved. A token sees ``window`` tokens, itself included."""
+
+    window: int
+    frame_bytes: int
+    num_frames: int
+
+
+class StateSlots(NamedTuple):
+    """The memory of recurrent states: ``num_slots`` of ``slot_bytes``, all layers in one, slot 0
+    reserved. ``drafts``: the most drafts of a row; a sequence has one slot more than that."""
+
+    slot_bytes: int
+    num_slots: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,14 @@ class SchedulerConfig:
     #: Slots of low-rank adapters, and the bytes that all adapters together may take.
     adapter_slots: int = 0
     adapter_bytes: int = 0
+    #: Window groups, in the order of ``AttentionBatch.windows``. Without any, and without states,
+    #: a page contains all that there is of its tokens.
+    windows: tuple[WindowGroup, ...] = ()
+    states: StateSlots | None = None
+    #: With window groups or states: the bytes of a page in the layers that keep all tokens.
+    page_bytes: int = 0
+    #: What pages, frames and slots may take together. ``None``: each kind as many as it has places.
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -75,3 +101,33 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) "
                 f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
             )
+        self._check_groups()
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there is memory besides pages: frames of window groups, slots of states."""
+        return bool(self.windows) or self.states is not None
+
+    @property
+    def first_limit(self) -> int | None:
+        """Page ids that have memory at first, including page 0. ``None``: all of ``num_pages``."""
+        if not self.has_groups or self.cache_bytes is None or not self.page_bytes:
+            return self.first_pages
+        return min(self.num_pages, self.cache_bytes // self.page_bytes + 1)
+
+    def _check_groups(self) -> None:
+        if not self.has_groups:
+            return
+        if len(self.kv_bits) > 1 or self.num_swap_pages:
+            found = "tiers" if len(self.kv_bits) > 1 else "num_swap_pages"
+            raise ValueError(f"window groups and recurrent states do not work with {found}")
+        if self.page_bytes < 0:  # 0: all layers have windows or states
+            raise ValueError(f"page_bytes must not be negative, got {self.page_bytes}")
+        for group in self.windows:
+            if group.window < 1 or group.frame_bytes < 1 or group.num_frames < 2:
+                raise ValueError(f"windows: every number must be positive, got {group}")
+        states = self.states
+        if states is not None and (
+            states.slot_bytes < 1 or states.num_slots < 2 or states.drafts < 0
+        ):
+            raise ValueError(f"states: every number must be positive, got {states}")

@@ -82,7 +82,7 @@ async def version(exchange: Exchange, services: Services) -> None:
 
 
 async def refuse(exchange: Exchange, services: Services) -> None:
-    """What changes the models of a server. :raises Refused: always."""
+    """Requests that would change the models of a server. :raises Refused: always."""
     raise Refused(
         501,
         f"{exchange.path}: is not supported; who starts the server chooses its models",

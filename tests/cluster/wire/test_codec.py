@@ -94,6 +94,7 @@ plans = st.builds(
     tuples(st.tuples(ids, many)),
     tuples(st.tuples(ids, st.builds(Frames, small, small, many))),
     tuples(st.builds(StateSave, ids, small, small)),
+    tuples(many),
 )
 values = st.recursive(
     st.none()

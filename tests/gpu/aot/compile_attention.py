@@ -25,7 +25,16 @@ from machine_code import Source, answer, launches
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import attention, elementwise, experts, low_rank, norm, rope, sampling
+from sdk.kernels.gpu import (
+    attention,
+    elementwise,
+    experts,
+    low_rank,
+    norm,
+    rope,
+    sampling,
+    states,
+)
 from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.low_rank import Shape
@@ -34,6 +43,7 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
+from sdk.kernels.states import StateBatch
 from sdk.quant.spec import KVSpec
 from tests.gpu.aot.sweep import BIASED, BOTH_WAYS
 
@@ -186,6 +196,33 @@ def run_adapters(short: torch.dtype) -> None:
         table.add(torch.zeros(16, dtype=torch.int64), torch.zeros(16, 4096), slots)
 
 
+def run_states(short: torch.dtype) -> None:
+    """Of Qwen3.5's delta nets and those with a decay for each row, Granite 4's Mamba-2, LFM2."""
+    batch = batch_of([9, 1], 9)
+    index = torch.zeros(2, dtype=torch.int32)
+    rows = StateBatch(index, torch.zeros(3, dtype=torch.int32), index, index)
+    x, weight = torch.zeros(10, 6144, dtype=short), torch.zeros(2048, 4)
+    q, k, v = (part.unflatten(1, (16, 128)) for part in x.split(2048, 1))
+    conv, tail = states.CausalConv(), torch.zeros(4, 3, 2048)
+    parts = x.split(2048, 1)
+    conv.run(parts[0], weight, weight[:, 0], tail, batch, rows, "silu", None, None, parts[1])
+    conv.run(parts[0], weight, None, tail, batch, rows, None, parts[1], parts[2], parts[0])
+    state, out = torch.zeros(4, 16, 128, 128), torch.zeros(10, 16, 128, dtype=short)
+    for decay in (torch.zeros(10, 16), torch.zeros(10, 16, 128)):
+        given = (q, k, v, decay, torch.zeros(10, 16), state, batch, rows)
+        states.GatedDelta().run(*given, 0.1, 1e-6, False, out)
+    dt, state, out = torch.zeros(10, 48), torch.zeros(4, 48, 64, 128), x[:, :3072].view(10, 48, 64)
+    b, c = x[:, 3072:3200].unsqueeze(1), x[:, 3200:3328].unsqueeze(1)
+    for d in (dt[0], None):
+        states.StateSpace().run(out, dt, dt[0], b, c, d, state, batch, rows, out)
+    rate = x[:, :48]
+    states.Rates().run(rate, "softplus", dt[0], dt[0], None, dt)
+    states.Rates().run(rate, "softplus", dt[0], None, (0.0, 1.0), dt)
+    states.Rates().run(rate, "sigmoid", None, None, None, dt)
+    for first in (False, True):
+        states.GatedNorm().run(q, k, Norm(torch.zeros(128), 1e-6), "silu", first, v)
+
+
 def run_sampling() -> None:
     logits = torch.zeros(2, 128_256)
     draws = torch.zeros(2, 8, dtype=torch.float64)
@@ -201,6 +238,7 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "sampling", run_sampling
     yield "experts", partial(run_experts, short)
     yield "adapters", partial(run_adapters, short)
+    yield "states", partial(run_states, short)
     for dtype in DTYPES:
         yield f"rope {dtype}", partial(run_rope, short, dtype)
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):

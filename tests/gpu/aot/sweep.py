@@ -106,7 +106,7 @@ def linear_jobs(card: str) -> list[Job]:
 
 def attention_cases() -> list[str]:
     """The names of ``compile_attention.py``'s."""
-    cases = ["rows", "sampling", "experts", "adapters", "attention exact"]
+    cases = ["rows", "sampling", "experts", "adapters", "states", "attention exact"]
     for dtype, head_dim in itertools.product(PAGES, (64, 80, 96, 128, 256)):
         cases += [
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")

@@ -136,7 +136,9 @@ def serve(args: argparse.Namespace) -> None:
     from sdk.serving.guard import Gate, HttpLimits, protected, uvicorn_options
     from sdk.testing import FakeLLM
 
-    limits = HttpLimits(requests=64)
+    # the first connections wait for the last ones before they send: on a busy machine that takes
+    # longer than the 10 s after which the server closes a connection without a request
+    limits = HttpLimits(requests=64, head_seconds=60)
     gate = Gate(limits.requests)
     llm = FakeLLM("word " * 100, seconds_per_token=0.005, max_num_seqs=32)
     app = protected(create_app(llm), limits=limits, gate=gate)

@@ -1,0 +1,89 @@
+"""How the bytes of a KV cache are shared by pages, frames of window groups and recurrent states.
+
+On a CPU memory moves between the kinds as requests need it, and these are the shares of requests of
+full length. On a GPU they are fixed, so that short requests, which need as many frames as pages,
+have more of them.
+"""
+
+from __future__ import annotations
+
+from operator import mul
+from typing import NamedTuple
+
+from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
+from sdk.memory.demand import MemoryDemand, cache_of_request, frames_of_request
+
+#: The most that frames and working states take of a GPU's bytes.
+_FRAMES_SHARE = 1 / 2
+#: The part of the bytes that snapshots of states may take.
+_SNAPSHOTS_SHARE = 1 / 4
+
+
+class MemoryShares(NamedTuple):
+    """The places of each kind. ``longest``: pages of the longest request that they can hold."""
+
+    pages: int
+    windows: tuple[WindowGroup, ...]
+    states: StateSlots | None
+    longest: int
+
+
+def share_memory(
+    demand: MemoryDemand, nbytes: int, context: int, step_tokens: int, *, asked: bool
+) -> MemoryShares:
+    """The places that ``nbytes`` are enough for, with requests of up to ``context`` tokens and
+    steps of ``step_tokens``: not more than all requests together can have.
+
+    ``asked``: these bytes were asked for, so that windows that requests have left may be kept for
+    others as long as their pages; otherwise there is room for one more window of each request.
+    """
+    seqs, per_request = demand.max_num_seqs, -(-context // demand.page_size)
+    if demand.num_pages is not None:
+        pages = min(demand.num_pages, nbytes // demand.page_bytes)
+        return MemoryShares(pages, (), None, pages)
+    longest = _longest(demand, nbytes, per_request, step_tokens)
+    most_pages = per_request * seqs
+    if not demand.windows and not demand.slot_bytes:
+        return MemoryShares(min(nbytes // demand.page_bytes, most_pages), (), None, longest)
+    step = min(-(-step_tokens // demand.page_size), per_request)
+    claims, sizes = (
+        frames_of_request(demand, per_request),
+        [one.frame_bytes for one in demand.windows],
+    )
+    working = 1 + demand.row_drafts
+    own = sum(map(mul, claims, sizes)) + working * demand.slot_bytes
+    left = max(nbytes - step * sum(sizes) - demand.slot_bytes, 0)
+    requests = left // (own + per_request * demand.page_bytes)
+    if demand.on_cards:  # of short requests there are more
+        beside = max(left - per_request * demand.page_bytes, 0)
+        requests = max(requests, min(int(left * _FRAMES_SHARE), beside) // max(own, 1))
+    requests = max(min(requests, seqs), 1)
+    left = max(left - requests * own, 0)
+    slots = 1 + requests * working  # one is that of a snapshot that is read
+    if demand.slot_bytes:
+        snapshots = int(left * _SNAPSHOTS_SHARE) // demand.slot_bytes
+        slots, left = slots + snapshots, left - snapshots * demand.slot_bytes
+    pages = min(left // demand.page_bytes, most_pages) if demand.page_bytes else most_pages
+    left -= pages * demand.page_bytes
+    groups = []
+    for claim, group in zip(claims, demand.windows, strict=True):
+        frames = requests * claim + step
+        most = most_pages if asked else max(2 * claim * seqs, frames)
+        more = min(left // sum(sizes), max(most - frames, 0))
+        groups.append(group._replace(num_frames=1 + min(frames + more, most_pages)))
+    states = None
+    if demand.slot_bytes:
+        states = StateSlots(demand.slot_bytes, 1 + slots, demand.row_drafts)
+    return MemoryShares(pages, tuple(groups), states, longest)
+
+
+def _longest(demand: MemoryDemand, nbytes: int, most: int, step_tokens: int) -> int:
+    """The pages of the longest request that ``nbytes`` are enough for, at most ``most``."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cache_of_request(demand, middle, step_tokens) <= nbytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
