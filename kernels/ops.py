@@ -530,8 +530,8 @@ class Ops:
         ``latent``: the ``value_dim`` of latent pages, whose values are parts of keys.
 
         A token sees itself and the ``window - 1`` tokens before it (all of them without a window);
-        if attention is not ``causal``, as many after it too, of those in the pages. If windows are
-        ``chunked`` it sees the tokens from the last multiple of the window on (Llama 4).
+        if attention is not ``causal``, as many after it too, of those in the pages; of ``chunked``
+        windows the tokens from the last multiple of their size on (Llama 4).
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value. ``slopes [heads]``: a key's
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
@@ -560,8 +560,8 @@ class Ops:
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
             others = (not causal, biases is not None, pages.latent, chunked)
             has = *(x is not None for x in given), *others
-            fields = pages.problem(latent)
-            kernel = self._kernel("attention", like, **fields, format=_ATTENTION[has])
+            fields = {**pages.problem(latent), "format": _ATTENTION[has]}
+            kernel = self._kernel("attention", like, **fields)
             group, rest = batch.group, (causal, biases, chunked)
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:

@@ -101,15 +101,7 @@ class Attention:
             bias=c.output_bias,
             reduce=reduce,
         )
-        self.norms: HeadNorms | None = None
-        self.width_norms: WidthNorms | None = None
-        kind = rules.qk_norm if c.qk_norm and not plain else None
-        if kind == "width":
-            self.width_norms = WidthNorms(source, path)
-        elif kind == "each_head":
-            self.norms = _norms_of_each_head(source, path, rules, head)
-        elif kind is not None:
-            self.norms = _head_norms(source, path, rules, head, d, keys=not self.shares_keys)
+        self._pull_norms(source, path, rules, head, plain=plain)
         self.sinks: Tensor | None = None
         if rules.sinks:
             sinks = source.vector(f"{path}.sinks", count)
@@ -119,6 +111,22 @@ class Attention:
             slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
+
+    def _pull_norms(
+        self, source: Source, path: str, rules: LayerRules, head: Tensor | None, *, plain: bool
+    ) -> None:
+        """``head``: the order of a head's features. ``plain``: the layer has no norms of heads."""
+        self.norms: HeadNorms | None = None
+        self.width_norms: WidthNorms | None = None
+        kind = rules.qk_norm if source.config.qk_norm and not plain else None
+        if kind == "width":
+            self.width_norms = WidthNorms(source, path)
+        elif kind == "each_head":
+            self.norms = _norms_of_each_head(source, path, rules, head)
+        elif kind is not None:
+            self.norms = _head_norms(
+                source, path, rules, head, self.head_dim, keys=not self.shares_keys
+            )
 
     def projection(
         self,
@@ -173,8 +181,10 @@ class Attention:
             parts = qkv.split_with_sizes([queries, queries, keys, keys], dim=1)
             q, gate, k, v = parts
         else:
-            rest = qkv.shape[1] - queries - 2 * keys
-            q, k, v, gate = qkv.split_with_sizes([queries, keys, keys, rest], dim=1)
+            values = 0 if self.keys_as_values else keys
+            rest = qkv.shape[1] - queries - keys - values
+            q, k, v, gate = qkv.split_with_sizes([queries, keys, values, rest], dim=1)
+            v = k if self.keys_as_values else v
         tokens, d = len(qkv), self.head_dim
         return q.view(tokens, -1, d), k.view(tokens, -1, d), v.view(tokens, -1, d), gate
 

@@ -244,7 +244,7 @@ class ModelConfig:
         latent = None if rules.latent is None else rules.latent(fields)
         layer_heads, heads, kv_heads, head_dim = _heads(fields, hidden, layers, latent)
         first, max_position = _positions(fields, embedding, latent)
-        biases, causal = (rules.biases or _biases)(fields), rules.causal and _causal(fields)
+        causal = rules.causal and _causal(fields)
         windows = _windows(config, fields, known, layers)
         caches = _layer_caches(fields, rules, windows, (*layer_heads, heads))
         dims = _head_dims(caches, windows, head_dim if latent is None else latent.turning)
@@ -267,45 +267,67 @@ class ModelConfig:
             rope_of_layer=of_layer,
             sliding_windows=windows if causal else _symmetric(fields, windows),
             attention_scale=rules.attention_scale or _attention_scale(fields, head_dim, latent),
-            attention_softcap=fields.optional_positive("attn_logit_softcapping"),
-            final_softcap=fields.optional_positive("final_logit_softcapping"),
-            embedding_scale=_embedding_scale(fields, rules, hidden),
-            residual_scale=fields.positive("residual_multiplier", default=1.0),
-            logits_scale=_logits_scale(fields),
-            attention_bias=biases.qkv,
-            output_bias=biases.output,
-            mlp_bias=biases.mlp,
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
             experts=experts,
             causal=causal,
-            alibi=None if rules.alibi is None else rules.alibi(fields),
-            post_norm_eps=fields.optional_positive("post_norm_eps"),
-            query_scale=None if rules.query_scale is None else rules.query_scale(fields),
-            parallel_blocks=bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
-            qk_norm=(rules.qk_norm or _qk_norm)(fields),
-            head_bias=biases.head,
-            qkv_clip=fields.optional_positive("clip_qkv"),
             first_position=first,
             token_types=_token_types(fields) if embedding.types else 0,
-            one_norm=bool(rules.one_norm and rules.one_norm(fields)),
-            buckets=rules.buckets,
-            down_bias=biases.mlp or biases.down,
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
-            layer_heads=layer_heads,
-            gate_per_head=None if rules.gate_per_head is None else rules.gate_per_head(fields),
-            blocks=_blocks(fields, rules, layers),
-            recurrent=None if rules.recurrent is None else rules.recurrent(fields),
-            attention_factor=fields.positive("attention_output_factor", default=1.0),
-            mlp_factors=_mlp_factors(fields),
-            layer_caches=caches,
-            keys_as_values=(
-                () if rules.keys_as_values is None else tuple(rules.keys_as_values(fields, windows))
-            ),
-            layer_widths=widths,
-            layer_inputs=_layer_inputs(fields, rules),
             latent=latent,
-            chunked_windows=chunked(fields),
+            layer_heads=layer_heads,
+            layer_caches=caches,
+            layer_widths=widths,
+            **_numbers(fields, rules, hidden),
+            **_of_layers(fields, rules, windows),
+            **_of_blocks(fields, rules),
         )
+
+
+def _numbers(fields: Fields, rules: ConfigRules, hidden: int) -> dict[str, Any]:
+    """Factors, soft caps and limits."""
+    return {
+        "attention_softcap": fields.optional_positive("attn_logit_softcapping"),
+        "final_softcap": fields.optional_positive("final_logit_softcapping"),
+        "embedding_scale": _embedding_scale(fields, rules, hidden),
+        "residual_scale": fields.positive("residual_multiplier", default=1.0),
+        "logits_scale": _logits_scale(fields),
+        "post_norm_eps": fields.optional_positive("post_norm_eps"),
+        "qkv_clip": fields.optional_positive("clip_qkv"),
+        "attention_factor": fields.positive("attention_output_factor", default=1.0),
+        "mlp_factors": _mlp_factors(fields),
+    }
+
+
+def _of_blocks(fields: Fields, rules: ConfigRules) -> dict[str, Any]:
+    """Biases, norms and what attention has besides."""
+    biases = (rules.biases or _biases)(fields)
+    gate = rules.gate_per_head
+    return {
+        "attention_bias": biases.qkv,
+        "output_bias": biases.output,
+        "mlp_bias": biases.mlp,
+        "head_bias": biases.head,
+        "down_bias": biases.mlp or biases.down,
+        "alibi": None if rules.alibi is None else rules.alibi(fields),
+        "query_scale": None if rules.query_scale is None else rules.query_scale(fields),
+        "parallel_blocks": bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
+        "qk_norm": (rules.qk_norm or _qk_norm)(fields),
+        "one_norm": bool(rules.one_norm and rules.one_norm(fields)),
+        "buckets": rules.buckets,
+        "gate_per_head": None if gate is None else gate(fields),
+    }
+
+
+def _of_layers(fields: Fields, rules: ConfigRules, windows: Sequence[int | None]) -> dict[str, Any]:
+    """What layers are, where that differs from model to model."""
+    values = rules.keys_as_values
+    return {
+        "blocks": _blocks(fields, rules, len(windows)),
+        "recurrent": None if rules.recurrent is None else rules.recurrent(fields),
+        "keys_as_values": () if values is None else tuple(values(fields, windows)),
+        "layer_inputs": _layer_inputs(fields, rules),
+        "chunked_windows": chunked(fields),
+    }
 
 
 def _checked(

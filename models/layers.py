@@ -20,6 +20,7 @@ from sdk.models.architecture import Architecture, architecture
 from sdk.models.config import ModelConfig
 from sdk.models.embedding import Embedding
 from sdk.models.expert_parallel import ExpertShare
+from sdk.models.head import Head
 from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Adapters, Matrix, Part, Tensors, joined_parts, offsets_of, whole
@@ -27,8 +28,7 @@ from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
-from sdk.quant.stored import StoredWeight
-from sdk.quant.unread import UnreadWeight
+from sdk.quant.stored import by_row
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -161,28 +161,6 @@ class ExpertProjection:
 Linear = Projection | ExpertProjection | HeadProjection
 
 
-class Head:
-    """Hidden states to logits over the whole vocabulary."""
-
-    def __init__(self, linear: Projection, config: ModelConfig) -> None:
-        self.linear = linear
-        self.vocab_size = config.vocab_size
-        self.scale = config.logits_scale
-        self.softcap = config.final_softcap
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[R, hidden] -> [R, vocab]``, float32; ``out``: see :meth:`Decoder.logits`."""
-        mesh = self.linear.mesh
-        logits = self.linear(hidden, out)
-        if mesh.group is not None:
-            width = -(-self.vocab_size // mesh.size)  # of each rank, but for the last
-            logits = self.linear.ops.all_gather(logits, mesh.group, width, self.vocab_size)
-        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
-        if self.softcap is not None:
-            logits = self.linear.ops.softcap(logits, self.softcap)
-        return logits
-
-
 class Source:
     """One rank's view of a checkpoint, from which a model pulls its weights.
 
@@ -213,8 +191,7 @@ class Source:
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Linear]] = []
-        own = architecture(config.model_type)
-        self._rules = own or Architecture(config.model_type)
+        self._rules = architecture(config.model_type) or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -245,8 +222,8 @@ class Source:
 
     def heads_of(self, layer: int) -> HeadShard:
         """This rank's heads of a layer."""
-        kv_heads = self.config.attention_of(layer).kv_heads
-        return self.mesh.heads(self.config.heads_of(layer), kv_heads)
+        c = self.config
+        return self.mesh.heads(c.heads_of(layer), c.attention_of(layer).kv_heads)
 
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a tensor or a matrix."""
@@ -559,15 +536,12 @@ class Source:
         return found
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
-        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``; ranks have all.
-        ``width``: of the inputs of all layers, whose rows may stay in the file; default: features
-        of embeddings."""
+        """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
+        ``width``: of one whose rows may stay in the file; default: features of embeddings."""
 
         def pull() -> Matrix:
-            shape = (first + rows, width or self.config.embedding_width)
-            weight = self.pull(path, shape)
-            if width and isinstance(weight, UnreadWeight) and weight.stored is not None:
-                return Matrix(StoredWeight(weight.stored, weight), None)
+            weight = self.pull(path, (first + rows, width or self.config.embedding_width))
+            weight = by_row(weight) if width else weight
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

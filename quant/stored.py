@@ -10,7 +10,15 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.rounding import Rows
 from sdk.kernels.stored_rows import OpenRows, StoredRows, open_rows
 from sdk.quant.spec import QuantSpec
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Side, Weight
+
+
+def by_row(weight: Weight) -> Weight:
+    """A weight whose rows stay in its file, if they are stored so that kernels may read them."""
+    if isinstance(weight, UnreadWeight) and weight.stored is not None:
+        return StoredWeight(weight.stored, weight)
+    return weight
 
 
 class StoredWeight(Weight):

@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sdk
+from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
+from sdk.models.auto import build_model
 from sdk.models.config import ModelConfig
+from sdk.models.decoder import Decoder
+from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
@@ -211,8 +216,8 @@ def test_a_stage_needs_the_keys_that_its_layers_read(load: Load) -> None:
         load(checkpoint, layers=range(4, 6))
 
 
-def _greedy(llm: sdk.LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = sdk.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+def _greedy(llm: sdk.LLM, prompts: list[list[int]], tokens: int = 24) -> list[list[int]]:
+    params = sdk.SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     given = [{"prompt_token_ids": ids} for ids in prompts]
     return [list(one.outputs[0].token_ids) for one in llm.generate(given, params)]
 
@@ -234,16 +239,15 @@ def test_answers_are_the_same_alone_together_in_chunks_after_hits_and_preempted(
         assert len({tuple(ids) for ids in alone}) > 2
         assert _greedy(llm, prompts) == alone  # after hits, too
         assert llm.get_metrics()["prefix_hits"] > 0
-        page = llm.memory_plan.page_bytes
-    with sdk.LLM(
-        tmp_path,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        kv_cache_memory_bytes=page * (192 // 16 + 4),
-        enable_prefix_caching=False,
-        **options,
-    ) as llm:
+        short = [prompt(n, n) for n in (12, 13, 14, 15)]
+        long = [_greedy(llm, [ids], 100)[0] for ids in short]
+    options |= {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "max_num_seqs": 4}
+    sizes = range(2**15, 2**19, 2**15)
+    plans = (sdk.LLM.plan(tmp_path, kv_cache_memory_bytes=n, **options).fits for n in sizes)
+    least = next(n for n, fits in zip(sizes, plans, strict=True) if fits)
+    with sdk.LLM(tmp_path, kv_cache_memory_bytes=least, **options) as llm:
         assert _greedy(llm, prompts) == alone
+        assert _greedy(llm, short, 100) == long
         assert llm.get_metrics()["num_preemptions"] > 0
 
 
@@ -253,3 +257,27 @@ def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_tokens_up(
     tiny("gemma4_text", **ARCHITECTURES["gemma4_text-e"]).save_pretrained(tmp_path)
     with pytest.raises(sdk.RequestError, match="enable_prompt_embeds: expected False, found True"):
         sdk.LLM(tmp_path, skip_tokenizer_init=True, enable_prompt_embeds=True)
+
+
+def test_the_table_of_inputs_of_layers_stays_in_its_file(tmp_path: Path) -> None:
+    """Its bytes are not in the plan; a step has the same bits as with the table in memory."""
+    options = {**ARCHITECTURES["gemma4_text-e"], "hidden_size_per_layer_input": 128}
+    oracle = tiny("gemma4_text", **options)
+    oracle.save_pretrained(tmp_path / "folder")
+    file = save_gguf(tmp_path / "m.gguf", gemma4_file(oracle))
+    ids, table = prompt(41, 1), 96 * 6 * 128 * 4
+    for path in (tmp_path / "folder", file):
+        found = []
+        for backends in (None, ("reference",)):
+            ops = Ops(compute="exact", num_threads=1, backends=backends)
+            checkpoint = open_checkpoint(path)
+            model = build_model(checkpoint, Mesh(), ops, max_model_len=64)
+            assert isinstance(model, Decoder) and model.inputs is not None
+            assert model.inputs.table.nbytes == (0 if backends is None else table)
+            checkpoint.close()  # the rows are read through a descriptor of their own
+            found.append(model.inputs.table.rows(torch.tensor(ids)))
+            assert (Paged(model).run("a", ids) - expected_logits(oracle, ids)).abs().max() <= 1e-4
+            ops.close()
+        assert torch.equal(*found)
+        plan = sdk.LLM.plan(path, max_model_len=64, compute="exact")
+        assert plan.weights < sum(p.nbytes for p in oracle.state_dict().values()) - table // 2
