@@ -39,8 +39,8 @@ _PAGE = 16
 def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """The config of a model that is built of layers.
 
-    :raises UnsupportedError: it runs through transformers, whose layers are not known, or it is an
-        encoder.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known, it is an
+        encoder, or it has recurrent layers.
     """
     name = model_type(checkpoint.config)
     own = architecture(name)
@@ -54,6 +54,12 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
         raise _encoder(checkpoint, name)
+    if config.recurrent is not None:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {name} has recurrent layers, and only models whose layers all "
+            "attend can be quantized to files; quantization='int8' packs its matrices while it is "
+            "loaded"
+        )
     return config
 
 
