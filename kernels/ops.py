@@ -411,8 +411,7 @@ class Ops:
 
     def _exchange(self, x: Tensor, run: Callable[[Tensor], None]) -> None:
         """``run(x)``, now or between two pieces of a recorded step."""
-        exchange = self.recording.exchange
-        if exchange is None:
+        if (exchange := self.recording.exchange) is None:
             run(x)
         else:
             exchange(x, run)

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Affine, Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.reference.linear import gather_rows
 from sdk.loaders.formats.gguf_decode import FLOATS, decode_matrix
 from sdk.loaders.gguf_config import (
     build_config,
@@ -117,7 +116,8 @@ class GgufCheckpoint:
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
-        return weight_of(layout if rows is None else gather_rows(layout, rows))
+        found = weight_of(layout)
+        return found if rows is None else found.with_rows(rows)
 
     def tensor(self, name: str) -> Tensor:
         if (number := self._number(name)) is not None:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
-    from sdk.models.head import Head
-    from sdk.models.layers import Linear, Projection, Source
+    from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
 

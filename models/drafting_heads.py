@@ -30,8 +30,7 @@ from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import MLP, Layer, layer_rules
-from sdk.models.head import Head
-from sdk.models.layers import Linear, Projection, Source
+from sdk.models.layers import Head, Linear, Projection, Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 

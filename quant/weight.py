@@ -451,7 +451,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     return StackedWeight(runs)
 
 
-def weight_of(layout: Layout) -> Weight:
+def weight_of(layout: Layout) -> PackedWeight:
     """The weight of a layout, in the class for that layout."""
     match layout:
         case Dense():

@@ -115,14 +115,17 @@ class StepInputs:
             token_types=types if token_types else None,
             states=StateBatch(*state_tensors) if states else None,
         )
-        slots = [torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(windows)]
-        self.attention_batch = replace(
-            self.attention_batch,
-            windows=tuple(
-                replace(self.attention_batch, page_table=table.tensor, slots=places, group=group)
-                for group, (table, places) in enumerate(zip(self._tables[1:], slots, strict=True))
-            ),
-        )
+        self.attention_batch = self._with_windows(self.attention_batch)
+
+    def _with_windows(self, whole: AttentionBatch) -> AttentionBatch:
+        """The step with the page tables and slots of the window groups."""
+        windows = [
+            replace(
+                whole, page_table=table.tensor, slots=torch.zeros_like(whole.slots), group=group
+            )
+            for group, table in enumerate(self._tables[1:])
+        ]
+        return replace(whole, windows=tuple(windows))
 
     def fill(self, batch: StepBatch) -> int:
         """Write a step: tokens, pages, output rows and draws. Returns the number of tokens.

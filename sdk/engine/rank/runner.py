@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.machine import release_free_memory
-from sdk.api.params import SamplingParams
 from sdk.engine.executor import Pending
-from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
-from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
+from sdk.engine.plan import StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
@@ -23,6 +21,7 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
 from sdk.engine.rank.pooling import as_numbers
+from sdk.engine.rank.prompt_logits import logits_of_prompt
 from sdk.engine.rank.rank_model import RankModel
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
@@ -436,28 +435,10 @@ class ModelRunner:
         next part. The runner must have no requests; pages of earlier requests are overwritten. With
         tiered KV quantization, pages are in the lowest tier that is possible before each step.
         """
-        return self.ops.context.lending(self._prompt_logits(token_ids))
-
-    def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        size = self._inputs.attention_batch.page_size
-        pages = -(-len(token_ids) // size)
-        page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
-        spec = SequenceSpec("prompt", SamplingParams())
-        start = RequestStart(spec, tuple(token_ids), count, 0, page_ids)
-        frames, slots = self.kv.rings(pages), (1,) if self.kv.counts[-1] else ()
-        start = start._replace(frames=frames, state_slots=slots)
-        request = RankRequest(start, len(frames))
-        step = min(len(self._inputs.token_ids), self.kv.most_tokens)
-        for begin in range(0, len(token_ids), step):
-            moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
-            self.kv.copy(moves, self.ops)
-            self._inputs.apply_moves([request], moves)
-            count = min(len(token_ids) - begin, step)
-            batch = StepBatch([StepRow("prompt", count)], [request], [0])
-            (launched,) = self.strategy.launch(batch)
-            request.ran(count, 0)
-            yield from self._passes.logits_in_parts(launched.hidden[:count])
-        self._inputs.forget()
+        found = logits_of_prompt(
+            self.strategy, self._passes, self._inputs, self.kv, self.ops, token_ids
+        )
+        return self.ops.context.lending(found)
 
 
 class _LaunchedStep:
