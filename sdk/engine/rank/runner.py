@@ -435,10 +435,8 @@ class ModelRunner:
         next part. The runner must have no requests; pages of earlier requests are overwritten. With
         tiered KV quantization, pages are in the lowest tier that is possible before each step.
         """
-        found = logits_of_prompt(
-            self.strategy, self._passes, self._inputs, self.kv, self.ops, token_ids
-        )
-        return self.ops.context.lending(found)
+        parts = self.strategy, self._passes, self._inputs, self.kv, self.ops
+        return self.ops.context.lending(logits_of_prompt(*parts, token_ids))
 
 
 class _LaunchedStep:
