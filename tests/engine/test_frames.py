@@ -131,8 +131,12 @@ def test_a_budget_takes_what_nobody_uses_first_and_is_all_or_nothing() -> None:
     held = Held(2)
     frames.claim(held)
     assert frames.num_spare == frames.capacity - 2
-    [lost, _] = budget.take_vacated()
-    assert len(lost) == pool.num_withheld
+    frames.release(held)
+    assert budget.obtain([8, 0]), "the frames give back what they took"
+    lost, also = budget.take_vacated()
+    assert sorted(lost) == sorted(pool._withheld) and also
+    assert set(also) <= set(frames._withheld), "never had any, or lost it"
+    assert budget.take_vacated() == [[], []]
     budget.check()
 
 
