@@ -24,12 +24,14 @@ from sdk.engine.plan import (
     StepPlan,
     StepRow,
 )
+from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.states import LayerState
 from sdk.models.parallel import Mesh
-from sdk.quant.caches import pages_in_window
+from sdk.quant.caches import AttentionCache, pages_in_window
+from sdk.quant.spec import KVSpec
 from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
 
 PAGE, LONGEST, WINDOW = 16, 512, 20
@@ -322,3 +324,10 @@ def test_states_follow_accepted_drafts_and_go_on_from_snapshots(hybrid: Path, ea
             for _ in range(12):
                 made.run({request.name: 1})
             assert request.tokens == tokens[: len(request.tokens)]
+
+
+def test_a_cache_needs_frames_for_each_of_its_window_groups() -> None:
+    spec = KVSpec(1, 1, 32, PAGE, caches=(AttentionCache(1, 32, 32, 8),), windows=(8,))
+    assert KVCache(spec, 3, num_frames=(5,)).pages[0].k.shape[0] == 5
+    with pytest.raises(ValueError, match="expected frames of 1 window groups, found"):
+        KVCache(spec, 3)
