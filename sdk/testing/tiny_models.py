@@ -122,7 +122,14 @@ def tiny_architectures() -> tuple[Architecture, ...]:
     """The models that :func:`tiny_model` writes: native decoders whose folders are read, and whose
     configs need no more than the sizes of a Llama."""
     known = (one for one in architectures() if one.config.causal and one.folders)
-    return tuple(one for one in known if one.model_type not in _OTHER_SIZES)
+    return tuple(
+        one
+        for one in known
+        if one.config.recurrent is None
+        and one.config.latent is None
+        and one.config.caches is None
+        and one.model_type not in _OTHER_SIZES
+    )
 
 
 def _known(name: object) -> Architecture:
@@ -133,8 +140,9 @@ def _known(name: object) -> Architecture:
     return found
 
 
-#: Sizes in parts of their own, kinds of layers, or tensors whose shapes only the model knows.
-_OTHER_SIZES = ("dbrx", "gemma4_text", "granitemoehybrid", "hyperclovax", "laguna", "spark2_5")
+#: Sizes in parts of their own, or tensors whose shapes only the model knows; so do those with
+#: recurrent layers, latents, or layers of several sizes.
+_OTHER_SIZES = ("dbrx", "hyperclovax", "laguna", "llama4_text", "spark2_5")
 #: What a GGUF file of a model can express, where the defaults of its class are something else.
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
