@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.engine.plan import StepPlan, StepResult, StepRow
 from sdk.engine.rank.step_batch import StepBatch
@@ -11,10 +11,29 @@ from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.structured.library import GrammarError
 
 if TYPE_CHECKING:
-    from sdk.engine.rank.runner import ModelRunner
+    from sdk.engine.rank.drafting_model import DraftingModel
 
 #: Requests get deferred tokens at the next page boundary after this many repeated steps.
 _MAX_DEFERRED = 64
+
+
+class StepRunner(Protocol):
+    """What these steps need of the rank that launches them (``ModelRunner``)."""
+
+    max_drafts: int
+    drafting: DraftingModel | None
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step and append the sampled tokens to its requests."""
+
+    def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
+        """Add a plan's new pages and frames to requests whose rows stay the same."""
+
+    def take_mask_seconds(self) -> float:
+        """How long the last step waited for masks."""
+
+    def set_mask_tasks(self, batch: StepBatch) -> None:
+        """Have the masks of a batch's structured answers computed in its next step."""
 
 
 class LaunchedStep:
@@ -24,7 +43,7 @@ class LaunchedStep:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StepRunner,
         plan: StepPlan,
         launched: Sequence[LaunchedBatch],
         unwritten: dict[int, str],
@@ -76,7 +95,7 @@ class RepeatedSteps:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StepRunner,
         rows: Sequence[StepRow],
         batch: StepBatch,
         repeater: Repeater,
