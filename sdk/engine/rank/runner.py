@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.machine import release_free_memory
+from sdk.api.params import SamplingParams
 from sdk.engine.executor import Pending
-from sdk.engine.plan import StepPlan, StepResult, StepRow
+from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
+from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
 from sdk.engine.rank.adapters import RankAdapters
 from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
@@ -20,8 +22,8 @@ from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
+from sdk.engine.rank.launched_steps import LaunchedStep, RepeatedSteps
 from sdk.engine.rank.pooling import as_numbers
-from sdk.engine.rank.prompt_logits import logits_of_prompt
 from sdk.engine.rank.rank_model import RankModel
 from sdk.engine.rank.recorded import Recorded
 from sdk.engine.rank.request import RankRequest
@@ -35,7 +37,7 @@ from sdk.engine.rank.step_batch import (
     num_right,
     score_prompt,
 )
-from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
+from sdk.engine.rank.strategy import LaunchedBatch, Strategy
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.parallel import Mesh
@@ -45,9 +47,6 @@ from sdk.structured.library import GrammarError
 if TYPE_CHECKING:
     from sdk.engine.rank.adapters import RankAdapters
     from sdk.engine.rank.drafting_model import DraftingModel
-
-#: Requests get deferred tokens at the next page boundary after this many repeated steps.
-_MAX_DEFERRED = 64
 
 
 class ModelRunner:
@@ -62,8 +61,8 @@ class ModelRunner:
         self.mesh = mesh = config.mesh_of(mesh)
         self._requests: dict[str, RankRequest] = {}
         #: The last step that was launched from a plan, and what repeats it.
-        self._last_step: _LaunchedStep | None = None
-        self._repeated: _RepeatedSteps | None = None
+        self._last_step: LaunchedStep | None = None
+        self._repeated: RepeatedSteps | None = None
         with contextlib.ExitStack() as undo:
             self.weights = weights = weights or RankModel.load(config, mesh)
             self.ops, self.model = weights.ops, weights.model
@@ -228,7 +227,7 @@ class ModelRunner:
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.ran(row.num_scheduled_tokens, len(row.drafts))
-        self._last_step = _LaunchedStep(self, plan, launched, unwritten)
+        self._last_step = LaunchedStep(self, plan, launched, unwritten)
         return self._last_step
 
     def join_step(self, rebalance: bool = False) -> int:
@@ -283,7 +282,7 @@ class ModelRunner:
                 self._requests[request.spec.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
 
-    def finish(self, step: _LaunchedStep) -> StepResult:
+    def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
         result = Results([()] * len(plan.rows), {}, {}, {}, {}, {}, {})
@@ -402,7 +401,7 @@ class ModelRunner:
             if repeater is not None:
                 tokens = [found[0] for found in result.tokens]
                 self._inputs.set_states(batch.rows, batch.requests)
-                self._repeated = _RepeatedSteps(self, plan.rows, batch, repeater, tokens)
+                self._repeated = RepeatedSteps(self, plan.rows, batch, repeater, tokens)
 
     def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
         """Add a plan's new pages and frames to requests whose rows stay the same."""
@@ -435,165 +434,25 @@ class ModelRunner:
         next part. The runner must have no requests; pages of earlier requests are overwritten. With
         tiered KV quantization, pages are in the lowest tier that is possible before each step.
         """
-        parts = self.strategy, self._passes, self._inputs, self.kv, self.ops
-        return self.ops.context.lending(logits_of_prompt(*parts, token_ids))
+        return self.ops.context.lending(self._prompt_logits(token_ids))
 
-
-class _LaunchedStep:
-    """A step that was launched."""
-
-    __slots__ = ("_result", "_runner", "launched", "plan", "unwritten")
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        plan: StepPlan,
-        launched: Sequence[LaunchedBatch],
-        unwritten: dict[int, str],
-    ) -> None:
-        self._runner = runner
-        self._result: StepResult | None = None
-        self.plan = plan
-        self.launched = launched
-        self.unwritten = unwritten
-
-    def result(self) -> StepResult:
-        """Wait for the step."""
-        if self._result is None:
-            self._result = self._runner.finish(self)
-            self.launched = ()
-        return self._result
-
-    def read_results(self, dropped: Sequence[str]) -> None:
-        """Read hidden states and logits before the next launch overwrites them.
-
-        If all requests are ``dropped``, the step was given up and is not read.
-        """
-        if all(launched.batch.plain for launched in self.launched):
-            return
-        if not all(row.request_id in dropped for row in self.plan.rows):
-            self.result()
-
-
-class _RepeatedSteps:
-    """Runs the rows of the last step again, as long as plans have the same rows.
-
-    Tokens are deferred: requests get them when a plan has other rows, or at a page boundary after
-    ``_MAX_DEFERRED`` steps. Sampling states whose next draw depends on a token get it at once.
-    """
-
-    __slots__ = (
-        "_batch",
-        "_deferred",
-        "_dependent",
-        "_drafting",
-        "_ones",
-        "_plan",
-        "_repeater",
-        "_runner",
-        "_structured",
-        "_tokens",
-        "rows",
-    )
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        rows: Sequence[StepRow],
-        batch: StepBatch,
-        repeater: Repeater,
-        tokens: list[int],
-    ) -> None:
-        self.rows = rows
-        self._runner = runner
-        self._batch = batch
-        self._repeater = repeater
-        self._tokens = tokens  # of the last step
-        self._deferred: list[list[int]] = []  # by step: tokens that the requests do not have yet
-        self._dependent = [
-            (row, request.state)
-            for row, request in enumerate(batch.requests)
-            if not request.state.foreseeable
-        ]
-        self._structured = [
-            (row, request.spec.request_id, request.structured)
-            for row, request in enumerate(batch.requests)
-            if request.structured is not None
-        ]
-        #: What reads hidden states, and that each row counts.
-        drafting = runner.drafting
-        self._drafting = drafting if drafting is not None and drafting.reads_hidden else None
-        self._ones = [1] * len(rows)
-        self._plan: StepPlan
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next step can be launched now."""
-        drafting = self._drafting
-        return self._repeater.ready and (drafting is None or not drafting.must_run)
-
-    def launch(self, plan: StepPlan) -> _RepeatedSteps:
-        """Launch the same rows, some of which may have new pages."""
-        if plan.new_pages or plan.new_frames:
-            self._runner.add_pages(plan, self._batch)
-            if len(self._deferred) >= _MAX_DEFERRED:
-                self.apply_deferred()
-        self._plan = plan
-        self._repeater.launch(self._tokens, len(self._deferred))
-        return self
-
-    def result(self) -> StepResult:
-        """Wait for the step: a token for each row, or the reason why there is none."""
-        tokens = self._repeater.tokens()
-        if tokens is None:
-            self.apply_deferred()
-            for request in self._batch.requests:
-                request.num_computed += 1
-            step = _LaunchedStep(self._runner, self._plan, [self._repeater.launched()], {})
-            return self._runner.finish(step)
-        results: dict[str, Any] = self._follow_structures(tokens) if self._structured else {}
-        if self._drafting is not None:
-            self._drafting.keep(self._repeater.launched(), self._ones)
-        self._tokens = tokens
-        self._deferred.append(tokens)
-        for row, state in self._dependent:
-            state.append((tokens[row],))
-        return StepResult(self._plan.step_id, [(token,) for token in tokens], **results)
-
-    def _follow_structures(self, tokens: list[int]) -> dict[str, Any]:
-        """Put the tokens of structured answers in the place of those that were drawn.
-
-        Their mask tasks are the same in every step, except where reasoning begins or ends. Returns
-        fields of the step's result.
-        """
-        complete, forced, errors = {}, {}, {}
-        most, changed = self._runner.max_drafts, False
-        for row, request_id, structured in self._structured:
-            phase = structured.phase
-            try:
-                tokens[row] = structured.accept(tokens[row])
-            except GrammarError as error:
-                errors[request_id] = f"structured_outputs: {error}"
-                continue
-            changed |= structured.phase is not phase
-            if structured.complete:
-                complete[request_id] = structured.closed
-            elif most:
-                forced[request_id] = structured.forced(most)
-        if changed:
-            self._runner.set_mask_tasks(self._batch)
-        waited = self._runner.take_mask_seconds()
-        return {"complete": complete, "forced": forced, "errors": errors, "mask_seconds": waited}
-
-    def apply_deferred(self) -> None:
-        """Append the deferred tokens to the requests."""
-        deferred, self._deferred = self._deferred, []
-        if not deferred:
-            return
-        dependent = {row for row, _ in self._dependent}
-        for row, request in enumerate(self._batch.requests):
-            tokens = [step[row] for step in deferred]
-            request.token_ids += tokens
-            request.num_computed += len(tokens)
-            if row not in dependent:
-                request.state.append(tokens)
+    def _prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
+        size = self._inputs.attention_batch.page_size
+        pages = -(-len(token_ids) // size)
+        page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
+        spec = SequenceSpec("prompt", SamplingParams())
+        start = RequestStart(spec, tuple(token_ids), count, 0, page_ids)
+        frames, slots = self.kv.rings(pages), (1,) if self.kv.counts[-1] else ()
+        start = start._replace(frames=frames, state_slots=slots)
+        request = RankRequest(start, len(frames))
+        step = min(len(self._inputs.token_ids), self.kv.most_tokens)
+        for begin in range(0, len(token_ids), step):
+            moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
+            self.kv.copy(moves, self.ops)
+            self._inputs.apply_moves([request], moves)
+            count = min(len(token_ids) - begin, step)
+            batch = StepBatch([StepRow("prompt", count)], [request], [0])
+            (launched,) = self.strategy.launch(batch)
+            request.ran(count, 0)
+            yield from self._passes.logits_in_parts(launched.hidden[:count])
+        self._inputs.forget()
