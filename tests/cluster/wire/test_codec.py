@@ -312,4 +312,4 @@ def test_every_function_that_an_engine_calls_on_its_ranks_is_known_by_name() -> 
     assert all(found)
     assert set().union(*found) == known
     assert CODEC.decode(CODEC.encode(write_slot)) is write_slot
-    assert len(elastic.ON_RANKS) == 6
+    assert len(elastic.ON_RANKS) == 7
