@@ -7,8 +7,9 @@ its window moves on. Several sequences may hold one frame.
 
 *Attachments.* When a page becomes known, its frame is attached to it: its content belongs to that
 page. An attached frame without a holder is *idle*: a request that continues this prefix holds it
-again. Idle frames are evicted, the least recently held first, when frames are needed. A page that
-is evicted loses its attachments.
+again. Idle frames are evicted when frames are needed, the least recently held first; before them go
+those that the window has left within a prompt or an answer, where other requests rarely begin. A
+page that is evicted loses its attachments.
 
 *Claims.* A sequence that starts is promised as many frames as it may hold while it decodes, and a
 prompt in pieces gets more only where nothing is promised to others (``most_tokens``). So frames are
@@ -183,12 +184,22 @@ class FramePool:
             held.frames.append(frame)
         self.claimed += max(len(held.frames) - held.claim, 0)
 
-    def leave(self, held: Held, num_tokens: int) -> None:
-        """Give back what the tokens after ``num_tokens`` do not see."""
+    def leave(self, held: Held, num_tokens: int, num_prompt_tokens: int) -> None:
+        """Give back what the tokens after ``num_tokens`` do not see.
+
+        The frames that a request needs which begins at the last full page of the prompt become
+        idle last; those of pages in its middle and of the answer are evicted before all others.
+        """
         count = min(self.first_seen(num_tokens) - held.first, len(held.frames))
         if count > 0:
             before = len(held.frames)
-            self.drop([held.frames.popleft() for _ in range(count)])
+            end = num_prompt_tokens // self._page_size
+            seen = range(self.first_seen(end * self._page_size), end)
+            for page in range(held.first, held.first + count):
+                frame = held.frames.popleft()
+                self.drop((frame,))
+                if page not in seen and frame in self._idle:
+                    self._idle.move_to_end(frame, last=False)
             self.claimed -= max(before - held.claim, 0) - max(before - count - held.claim, 0)
         held.first += max(count, 0)
 

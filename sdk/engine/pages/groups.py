@@ -306,7 +306,7 @@ class Groups:
     def leave(self, sequence: Request) -> None:
         """Give back the frames that no later token of a sequence sees."""
         for pool, held in zip(self.frames, sequence.windows, strict=True):
-            pool.leave(held, sequence.num_computed)
+            pool.leave(held, sequence.num_computed, sequence.num_prompt_tokens)
 
     def most_tokens(self, request: Request, count: int) -> int:
         """How many of ``count`` tokens each sequence of a request can run: more frames than it was
@@ -351,7 +351,7 @@ class Groups:
         for group, (pool, held) in enumerate(zip(self.frames, sequence.windows, strict=True)):
             if held.end >= num_pages:
                 continue
-            pool.leave(held, sequence.num_computed)
+            pool.leave(held, sequence.num_computed, sequence.num_prompt_tokens)
             lacking = pool.missing(held, num_pages)
             if lacking > 0:
                 needs = self._needs()
