@@ -18,8 +18,6 @@ from sdk.kernels.norm import Norm
 from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
-from sdk.models.latent_attention import LatentAttention
-from sdk.models.layer_inputs import LayerInput, LayerInputs
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from sdk.kernels.states import LayerState
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
+    from sdk.models.layer_inputs import LayerInput, LayerInputs
     from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
     from sdk.quant.weight import Weight
@@ -195,6 +194,8 @@ class Layer:
         each = self.group is None
         self.mixers: list[Mixer] = []
         if blocks.attention and c.latent is not None:
+            from sdk.models.latent_attention import LatentAttention
+
             self.mixers.append(LatentAttention(source, f"{path}.self_attn", index, reduce=each))
         elif blocks.attention:
             self.mixers.append(Attention(source, f"{path}.self_attn", index, rules, reduce=each))
@@ -212,7 +213,11 @@ class Layer:
             where = f"{path}.{rules.dense}"
             self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each)
         #: The embedding of each token for this layer, and the number that multiplies its result.
-        self.input = LayerInput(source, path, index) if c.layer_inputs else None
+        self.input: LayerInput | None = None
+        if c.layer_inputs:
+            from sdk.models.layer_inputs import LayerInput
+
+            self.input = LayerInput(source, path, index)
         self.factor = 1.0
         if rules.scaled:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
@@ -374,7 +379,11 @@ class Decoder:
         if mesh.is_first and c.token_types:
             self.types = source.table("model.embed_types", c.token_types)
         #: What makes the embeddings of each layer.
-        self.inputs = LayerInputs(source) if c.layer_inputs else None
+        self.inputs: LayerInputs | None = None
+        if c.layer_inputs:
+            from sdk.models.layer_inputs import LayerInputs
+
+            self.inputs = LayerInputs(source)
         self.projection: Projection | None = None
         if mesh.is_first and c.embedding_size is not None:
             self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -97,4 +95,6 @@ def decay_rates(source: Source, path: str, heads: int) -> Tensor:
     if source.has(f"{path}.A"):
         return source.vector(f"{path}.A", heads)
     logarithm = source.vector(f"{path}.A_log", heads)
+    import numpy as np  # here: architectures are read without it
+
     return torch.from_numpy(-np.exp(logarithm.cpu().numpy())).to(source.ops.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
@@ -29,11 +29,12 @@ from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
-from sdk.kernels.cpu.stored_rows import ReadRows
-from sdk.kernels.cpu.weight_map import WeightMap
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
+
+if TYPE_CHECKING:
+    from sdk.kernels.cpu.weight_map import WeightMap
 from sdk.kernels.scratch import Products
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
@@ -115,7 +116,6 @@ class CpuBackend:
             "rope_and_cache": (RopeAndCache(runtime),),
             "attention": (Attention(runtime),),
             "sample": (Sample(runtime),),
-            "stored_rows": (ReadRows(runtime),),
         }
 
     @property
@@ -146,6 +146,7 @@ class CpuBackend:
         from sdk.kernels.cpu.recode import RecodePage
         from sdk.kernels.cpu.rope import LatentRopeAndCache
         from sdk.kernels.cpu.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
+        from sdk.kernels.cpu.stored_rows import ReadRows
 
         runtime = self.runtime
         return {
@@ -163,6 +164,7 @@ class CpuBackend:
             "combine_ranks": (CombineRanks(runtime),),
             "gather_ranks": (GatherRanks(runtime),),
             "recode_page": (RecodePage(runtime),),
+            "stored_rows": (ReadRows(runtime),),
             "causal_conv": (CausalConv(runtime),),
             "gated_delta": (GatedDelta(runtime),),
             "ssd": (StateSpace(runtime),),

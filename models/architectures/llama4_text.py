@@ -84,7 +84,7 @@ ARCHITECTURE = Architecture(
         # of the tower and of what its outputs replace
         ignored=("boi_token_index", "eoi_token_index", "image_token_index", "for_llm_compressor"),
         fixed={"num_experts_per_tok": 1},
-        defaults={"rope_theta": 500_000.0, "attention_chunk_size": _CHUNK},
+        defaults={"rope_theta": 5e5, "attention_chunk_size": _CHUNK, "num_experts_per_tok": 1},
         expert_width="intermediate_size",
         dense_width="intermediate_size_mlp",
         shared_experts=1,

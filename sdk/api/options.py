@@ -143,9 +143,9 @@ class EngineOptions(TypedDict, total=False):
     prefix_eviction: Literal["lru", "cost"]
     """Or `"cost"`: which cached page is evicted first. Default: `"lru"`."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
-    """Speculative decoding: `"ngram"`, `"self"`, or a dict such as `{"model": "small.gguf",
-    "num_speculative_tokens": 4}`, where the model may be a head of EAGLE or Medusa. Default:
-    none."""
+    """Speculative decoding: `"ngram"`, `"self"`, `"mtp"` (the model's own block of multi-token
+    prediction), or a dict such as `{"model": "small.gguf", "num_speculative_tokens": 4}`, where the
+    model may be a head of EAGLE or Medusa. Default: none."""
     enable_lora: bool
     """Requests may have LoRA adapters. Default: `False`."""
     max_loras: int

@@ -102,7 +102,7 @@ def test_an_empty_name_is_not_the_working_directory(capsys: Captured) -> None:
 
 def test_every_command_that_takes_a_model_looks_for_it() -> None:
     with_models = {line[0] for line in COMMAND_LINES}
-    assert with_models == COMMANDS.keys() - {"doctor", "keys", "fetch-demo"}
+    assert with_models == COMMANDS.keys() - {"doctor", "keys", "fetch-demo", "cache"}
     for command in with_models:
         assert hasattr(import_module(COMMANDS[command]), "model_arguments")
 

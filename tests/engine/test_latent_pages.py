@@ -44,7 +44,7 @@ def test_how_the_work_is_cut_changes_no_answer(folder: Path, dtype: str) -> None
     with LLM(folder, **options, **few) as llm:
         assert answers(llm, PROMPTS) == batch
     config = ModelConfig.from_dict(tiny("deepseek_v3", **V3, **LATENT).config.to_dict())
-    pages = 12 * kv_spec(config, 1, 16, dtype).page_bytes  # all together need 17
+    pages = 12 * kv_spec(config, 16, dtype).page_bytes  # all together need 17
     with LLM(folder, **options, kv_cache_memory_bytes=pages, max_num_seqs=8) as llm:
         assert answers(llm, PROMPTS) == batch
 
@@ -53,9 +53,8 @@ def test_a_page_holds_a_latent_once() -> None:
     config = ModelConfig.from_dict(
         {**TINY, **V3, **LATENT, "model_type": "deepseek_v3", "rms_norm_eps": 1e-6}
     )
-    spec = kv_spec(config, config.num_kv_heads, 16, "float16")
+    spec = kv_spec(config, 16, "float16")
     assert spec.page_bytes == 3 * 16 * (48 + 16) * 2
-    assert kv_spec(config, 2, 16, "float16").page_bytes == 2 * spec.page_bytes  # of two ranks
 
 
 @pytest.mark.parametrize(

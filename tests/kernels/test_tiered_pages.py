@@ -246,7 +246,7 @@ def test_pages_of_any_level_swap_bit_for_bit_and_touch_no_other(tmp_path: Path, 
     spec = KVSpec(3, 2, 64, TIER_PAGE_SIZE, TIERS)
     folder = tmp_path if where == "file" else None
     cache = KVCache(spec, SLABS, num_swap_pages=2, swap_path=folder)
-    memory = cache._memory.view(SLABS, 4, -1)
+    memory = cache._memories[0].places.view(SLABS, 4, -1)
     memory.copy_(torch.randint(256, memory.shape, dtype=torch.uint8))
     before = memory.clone()
     slots = {

@@ -117,7 +117,7 @@ def test_its_gguf_files_are_opened_and_built(toy_file: Path) -> None:
         model: Any = build_model(checkpoint, Mesh(), ops, max_model_len=64)
     finally:
         ops.close()
-    assert model.layers[0].attention.sinks.tolist() == [0, 1, 2, 3]
+    assert model.layers[0].mixers[0].sinks.tolist() == [0, 1, 2, 3]
     stored = checkpoint.tensor("model.norm.weight")  # a folder has the weight minus 1
     assert torch.equal(model.norm.weight, stored + 1.0)
     assert checkpoint.unused() == []
@@ -142,7 +142,7 @@ def test_without_the_file_nothing_knows_it(files: Any, save: Save) -> None:
     assert expected_shape(CONFIG, "model.layers.0.mlp.up_proj") is None
     model = files.llama()
     model.metadata["general.architecture"] = (8, "toy-llm")
-    with pytest.raises(UnsupportedError, match=r"'toy-llm' is not known; .*, gemma3, glm4, "):
+    with pytest.raises(UnsupportedError, match=r"'toy-llm' is not known; .*, gemma3, gemma4, "):
         open_checkpoint(save(model.build()))
     with pytest.raises(UnsupportedError, match=r"toy cannot be written as GGUF.*gemma2, gemma3_t"):
         model_metadata(CONFIG, "here")

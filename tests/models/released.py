@@ -129,6 +129,7 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
                 "gating": "per-head",
             },
         ),
+        "llama4_text": ({"num_experts_per_tok": 1, "attention_chunk_size": 24},),
         "lfm2": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "lfm2_moe": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},),

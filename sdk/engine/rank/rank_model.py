@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.forward import Compiling
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.engine.weight_cache.store import WeightStore, weight_store
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.ops import Ops
@@ -20,6 +20,9 @@ from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, Tensors
 from sdk.quant.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from sdk.engine.weight_cache.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,11 @@ class RankModel:
             undo.callback(checkpoint.close)
             ops = config.open_ops(mesh)
             undo.callback(ops.close)
-            store = weight_store(config, mesh, checkpoint, ops)
+            store = None
+            if config.weight_cache:
+                from sdk.engine.weight_cache.store import weight_store
+
+                store = weight_store(config, mesh, checkpoint, ops)
             values = {**checkpoint.config, **config.hf_overrides}
             longest, layers = config.max_model_len, config.layers_of(mesh.stage)
             with ops.entered():

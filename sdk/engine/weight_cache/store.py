@@ -210,17 +210,13 @@ class WeightStore(Mapping[str, Matrix]):
         return f"not used: {self.reason or 'the engine is closed'}"
 
 
-def weight_store(
-    config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: Ops
-) -> WeightStore | None:
-    """What the cache has for a rank, or a store that fills it; ``None``: there is to be no cache.
+def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: Ops) -> WeightStore:
+    """What the cache has for a rank, or a store that fills it, or says why there is none.
 
     An error never fails the load: the weights are packed then.
 
     :raises CheckpointError: the model's files cannot be read.
     """
-    if not config.weight_cache:
-        return None
     store = WeightStore(ops, checkpoint.on_bytes)
     backends: Sequence[Any] = ops.context.backends
     backend = next((one for one in backends if isinstance(one, CpuBackend)), None)
