@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
 from sdk.models.mixer import conv_rows, decay_rates, share_of
 from sdk.quant.caches import StateCache, StatePart
 from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
@@ -123,8 +123,12 @@ class GatedDeltaNet:
         #: What strengths of updates are multiplied with.
         self.strength: Tensor | None = None
         if spec.strength != 1.0:
+            from sdk.kernels.lazy_torch import torch
+
             self.strength = torch.full((1,), spec.strength).to(self.ops.device)
         weight = source.vector(f"{path}.norm.weight", spec.value_dim)
+        from sdk.kernels.norm import Norm
+
         self.norm = Norm(weight, spec.norm_eps or source.config.norm_eps)
         self.out = source.row(f"{path}.out_proj", wide_v, *of_values, reduce=reduce)
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdk.kernels.norm import Norm
 from sdk.models.mixer import conv_rows, decay_rates, rows_of, share_of
 from sdk.quant.caches import StateCache, StatePart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sdk.kernels.norm import Norm
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
@@ -127,6 +127,8 @@ class Mamba2:
         self.norm: Norm | None = None
         if spec.norm:
             weight = rows_of(source.vector(f"{path}.norm.weight", inner), rows[:1])
+            from sdk.kernels.norm import Norm
+
             self.norm = Norm(weight.view(self.groups, -1), source.config.norm_eps)
         self.out = source.row(
             f"{path}.out_proj", inner, *rows[0], bias=spec.out_bias, reduce=reduce

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.attention import Step
     from sdk.models.layers import Source
@@ -72,6 +73,8 @@ def conv_rows(
     :raises CheckpointError: there are other channels.
     """
     size = channels if len(names) == 1 else None
+    from sdk.kernels.lazy_torch import torch
+
     weight = torch.cat([source.vector(f"{path}.{name}.weight", size, 1, taps) for name in names])
     if len(weight) != channels:
         raise CheckpointError(
@@ -86,6 +89,8 @@ def conv_rows(
 
 def rows_of(values: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Rows in ``ranges``, each ``(start, count)``, one after the other."""
+    from sdk.kernels.lazy_torch import torch
+
     return torch.cat([values[start : start + count] for start, count in ranges])
 
 
@@ -95,6 +100,8 @@ def decay_rates(source: Source, path: str, heads: int) -> Tensor:
     if source.has(f"{path}.A"):
         return source.vector(f"{path}.A", heads)
     logarithm = source.vector(f"{path}.A_log", heads)
-    import numpy as np  # here: architectures are read without it
+    import numpy as np
+
+    from sdk.kernels.lazy_torch import torch
 
     return torch.from_numpy(-np.exp(logarithm.cpu().numpy())).to(source.ops.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.engine.rank.kv_cache import caches_of_layers
 from sdk.models.parallel import Mesh, split_layers
 from sdk.quant.errors import AlignmentError, UnsupportedError
 from sdk.quant.spec import KVSpec
@@ -54,7 +55,7 @@ def stages_of(load: Callable[..., Any], checkpoint: DictCheckpoint, runs: list[r
         mesh = Mesh(stage=stage, stages=len(runs), upstream=before, downstream=after)
         copy = DictCheckpoint(checkpoint.config, checkpoint.tensors)
         paged = Paged(Body(load(copy, mesh=mesh, layers=layers), mesh.is_last))
-        paged.kv = [paged.kv[i] for i in layers]
+        paged.kv = [paged.kv[i] for i in caches_of_layers(paged.model.config, layers)]
         found.append(paged)
     return found
 

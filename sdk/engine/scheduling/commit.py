@@ -101,9 +101,14 @@ class Committer:
             elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
-            in_flight.need(need_page, self._prefixes.need_save(batch.sequences))
+            in_flight.need(need_page, self._need_save(batch.sequences))
         self.num_together, self.interval = together, now - earlier
         return updates
+
+    def _need_save(self, sequences: Sequence[Request]) -> list[Request]:
+        """See :meth:`Prefixes.need_save`; none without groups."""
+        prefixes = self._prefixes
+        return [] if prefixes.groups is None else prefixes.need_save(sequences)
 
     def _note_interval(self, request: Request, now: float) -> None:
         """A request has its first token, or one whose predecessor is not as old as the others'."""
