@@ -17,6 +17,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.route_rule import SOFTMAX
 from sdk.kernels.state_ops import RATES
 from sdk.loading.device import answers_folder, card_for
+from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 
 #: Types of pages that are checked.
@@ -107,9 +108,11 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
         yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
         more = (None, None, None, None, ops.shares_keys)  # window, softcap, sinks, slopes
-        yield "attention", (q, pages, 0.125, *more, True), fields
+        yield "attention", (q, pages, 0.125, *more, True, False), fields
         if name == "float16":
-            yield "attention", (q, pages, 0.125, *more, False), fields | {"format": "both ways"}
+            both = (*more, False, False)
+            yield "attention", (q, pages, 0.125, *both), fields | {"format": "both ways"}
+    yield from _latent(ops)
     yield "route", (rows(64, wide), 4, SOFTMAX, None), {"format": SOFTMAX.gate}
     yield "group", (torch.zeros(2, 4, dtype=torch.int32, device=device), 64), {}
     yield "add_owners_bias", (rows(_WIDTH), 64, 4), {}
@@ -118,6 +121,20 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     yield "low_rank", (Shape(4, _WIDTH, _WIDTH, 2, 16), factors), {}
     yield "sample", (rows(_VOCAB, wide),), {}
     yield from _recurrent(ops)
+
+
+def _latent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
+    """The same of latent attention with DeepSeek's widths."""
+    key, values = 576, 512
+    cache = AttentionCache(1, key, values, latent=True)
+    spec = KVSpec(1, 1, key, 16, "float16", (cache,))
+    pages = KVCache(spec, 2, ops.device, keys_transposed=ops.keys_transposed).pages[0]
+    q = torch.zeros(2, 16, key, dtype=ops.activations, device=ops.device)
+    latent, cos = q[:, :1, :values], torch.zeros(2, (key - values) // 2, device=ops.device)
+    fields = {"head_dim": key, "value_dim": values, "kv_dtype": pages.dtype}
+    yield "latent_rope_and_cache", (q, latent, cos, pages, None), fields
+    more = (None, None, None, None, ops.shares_keys, True, False)
+    yield "attention", (q, pages, 0.125, *more), fields | {"format": "latent"}
 
 
 def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:

@@ -255,7 +255,7 @@ def test_a_card_s_own_conversion_of_8_bit_floats_gives_the_same(
     for codes in (step.pages.k, step.pages.v):
         codes.view(torch.uint8)[..., :] = every.view(-1, 64)[torch.arange(16) % 4]
     portable = step.run()
-    monkeypatch.setattr(attention, "_convert", lambda device: page_codes.FLOAT8)
+    monkeypatch.setattr(attention, "convert_of", lambda device: page_codes.FLOAT8)
     assert torch.equal(step.run(), portable)
 
 

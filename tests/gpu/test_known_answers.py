@@ -76,7 +76,7 @@ def attention(
 ) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
     slopes = torch.zeros(4) if biased else None
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both]
+    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both, False]
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
@@ -107,7 +107,7 @@ def latent(dtype: str, op: str) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own, q = latent_pages(dtype), heads(4, 96)
     fields = {"head_dim": 96, "value_dim": 64, "kv_dtype": own.dtype}
     if op == "attention":
-        like = (q, own, 0.2, None, None, None, None, False, True)
+        like = (q, own, 0.2, None, None, None, None, False, True, False)
         return op, like, {**fields, "format": "latent"}
     return op, (q, heads(1), torch.zeros(2, 16), own, QueryScale(0.1, 16384)), fields
 
