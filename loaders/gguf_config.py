@@ -192,10 +192,8 @@ def _experts(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     if own.config.expert_width is None:
         return {}
     count = keys.expert_count
-    if not count and own.config.experts_optional:
-        return {key_of("count", own.config.keys) or "num_local_experts": 0}
     if not count and own.config.has_experts is not None:
-        return {}
+        return {key_of("count", own.config.keys) or "num_local_experts": 0}
     if not count:
         raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
     known = own.config.keys

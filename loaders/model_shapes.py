@@ -66,7 +66,8 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     known = architecture(config.get("model_type"))
     for key, (low, high) in LIMITS.items():
         value = config.get(key)
-        if value == 0 and known is not None and known.config.experts_optional:
+        may_lack = known is not None and known.config.has_experts is not None
+        if value == 0 and may_lack and key in NAMES["count"]:
             continue  # dense Granite 4, whose number of experts is 0
         # Some models differ from layer to layer and give a list.
         for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:

@@ -137,12 +137,12 @@ class ConfigRules(NamedTuple):
     ``kinds``: the blocks of layers by their names in ``layer_types``, besides those that attend and
     have an MLP (``full_attention``, ``sliding_attention``). A config without ``layer_types`` gets
     them from ``derived``. ``recurrent``: reads the sizes of its recurrent mixer, if it has one.
-    ``experts_optional``: with 0 experts a model has none, and an MLP in every layer.
     ``caches(fields, windows)``: see :data:`LayerCaches`; ``None``: all layers have the heads of the
     config. ``keys_as_values(fields, windows)``: the layers whose values are their keys before norm
     and rotation. ``widths``: of the MLP of each layer; ``None``: they are equal.
     ``attention_scale``: that of scores, where the code fixes it.
-    ``has_experts``: whether a config of a model that may have experts has them; ``None``: it has.
+    ``has_experts``: whether a config of a model that may have MLPs alone has experts; ``None``: it
+    has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
     ``latent``: the widths of latent attention, if it has that.
     """
@@ -172,7 +172,6 @@ class ConfigRules(NamedTuple):
     one_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
-    experts_optional: bool = False
     kinds: Mapping[str, Blocks] = NOTHING
     recurrent: Callable[[Fields], RecurrentSpec | None] | None = None
     caches: Callable[[Fields, Sequence[int | None]], LayerCaches] | None = None

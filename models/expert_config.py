@@ -84,6 +84,11 @@ def shared_width(config: Mapping[str, Any], own: Architecture) -> int:
     return int(config.get(key, own.config.defaults.get(key)) or 0) * int(config[width])
 
 
+def some_experts(fields: Fields) -> bool:
+    """Whether a config counts any experts: see ``ConfigRules.has_experts``."""
+    return bool(fields.values.get(_present(fields, "count")))
+
+
 def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | None:
     """``None`` for a model without experts.
 
@@ -92,10 +97,7 @@ def experts_of(fields: Fields, own: Architecture, layers: int) -> ExpertSpec | N
     key = own.config.expert_width
     if key is None or (own.config.has_experts and not own.config.has_experts(fields)):
         return None
-    name = _present(fields, "count")
-    if own.config.experts_optional and not fields.values.get(name):
-        return None
-    count = _same(fields, name, MAX_EXPERTS)
+    count = _same(fields, _present(fields, "count"), MAX_EXPERTS)
     per_token = _same(fields, _present(fields, "per_token"), count)
     width = fields.count(key, MAX_WIDTH)
     shared = own.config.shared_experts * width or _shared_width(fields, width)

@@ -53,7 +53,8 @@ class Lease:
         #: Why there is none; empty: the lease is held.
         self.refused = ""
         try:
-            # In the moment before there is no owner, a signal that is ignored by default.
+            # Until the owner is cleared below, a break of the lease sends a signal: one that is
+            # ignored by default.
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             fcntl.fcntl(file, fcntl.F_SETOWN, 0)
@@ -170,7 +171,7 @@ class WeightMap:
 
     def give_lease(self) -> bool:
         """If somebody waits for the file, put a private copy in the place of the mapping and give
-        the lease back: whether there is no lease to look after any more."""
+        the lease back. Returns whether the lease is gone."""
         if self.copied:
             return True
         if not self._lease.is_wanted:

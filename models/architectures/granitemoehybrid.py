@@ -28,6 +28,7 @@ from sdk.models.architectures.mamba2 import (
     spec_of,
 )
 from sdk.models.config_fields import Fields
+from sdk.models.expert_config import some_experts
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ ARCHITECTURE = Architecture(
         unrotated=_unrotated,
         derived=_derived,
         expert_width="intermediate_size",
-        experts_optional=True,
+        has_experts=some_experts,
         dense_width="mlp_width",
         kinds=_KINDS,
         recurrent=_recurrent,

@@ -33,6 +33,7 @@ from sdk.models.architectures.mamba2 import (
     spec_of,
 )
 from sdk.models.config_fields import Fields
+from sdk.models.expert_config import some_experts
 from sdk.models.mamba2 import Mamba2Spec
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
@@ -142,7 +143,7 @@ ARCHITECTURE = Architecture(
         biases=lambda fields: Biases(mlp=fields.flag("mlp_bias", default=False)),
         unrotated=lambda fields, windows: [True] * len(windows),
         expert_width="moe_intermediate_size",
-        experts_optional=True,
+        has_experts=some_experts,
         dense_width="intermediate_size",
         kinds={
             _MAMBA: Blocks(attention=False, recurrent=True, mlp=False),

@@ -10,6 +10,7 @@ import pytest
 
 from sdk.kernels.route_rule import RouteRule
 from sdk.loaders.expert_names import first_spelling, spelled_as_ours
+from sdk.loaders.model_shapes import check_config
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.config import ModelConfig
@@ -264,3 +265,12 @@ def test_counts_are_written_under_whichever_name_a_config_has() -> None:
     """ERNIE's may say ``moe_k`` or ``num_experts_per_tok``; a file must say how many."""
     config = tiny("ernie4_5_moe", moe_num_experts=6, moe_k=3).config.to_dict()
     assert model_metadata(config, "here")["ernie4_5-moe.expert_used_count"] == 3
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads"])
+def test_only_the_number_of_experts_may_be_0(key: str) -> None:
+    """Of models that may have MLPs alone; 0 key/value heads would be divided by."""
+    config = {"model_type": "granitemoehybrid", "num_attention_heads": 4, "num_local_experts": 0}
+    check_config(config, "config.json")
+    with pytest.raises(CheckpointError, match=rf"config.json: {key} is 0, expected 1 to"):
+        check_config({**config, key: 0}, "config.json")

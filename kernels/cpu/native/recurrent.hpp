@@ -216,8 +216,8 @@ static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const flo
 }
 
 // Vectors of columns that stay in registers: three for each (what a token changes, its result, the next one's
-// products), some for the state and for numbers of a row. With one token there are no next ones, and wide
-// rows are read as they lie in memory.
+// products), some for the state and for numbers of a row. A single token has no next one, and wide rows
+// are read as they lie in memory.
 #if defined(__AVX512F__)
 enum { kDeltaVectors = 2, kDeltaWide = 8 };
 #else
