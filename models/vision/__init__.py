@@ -1,0 +1,1 @@
+"""Images as models read them: the encoders of images ("towers") and what connects them to text."""
