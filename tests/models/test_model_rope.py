@@ -72,6 +72,20 @@ def test_llama_matches_transformers_with_every_scaling(name: str, load: Callable
         assert (Paged(plain).run("a", ids) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("name", SCALINGS)
+def test_angles_far_beyond_the_original_context_are_those_of_transformers(name: str) -> None:
+    """Up to position 131,071. Frequencies may differ by one unit of the last place, 2^-24 of them,
+    which an angle repeats ``position`` times."""
+    oracle = llama(name, max_position_embeddings=2**17)
+    ops, positions = Ops(num_threads=1), torch.tensor([0, 33, 4095, 32767, 65536, 2**17 - 1])
+    spec = ModelConfig.from_dict(checkpoint_of(oracle).config).ropes[0]
+    cos, sin = Rope(spec, 2**17, CPU).cos_sin(positions, ops)
+    x = torch.zeros(1, len(positions), oracle.config.hidden_size)
+    for found, theirs in zip((cos, sin), oracle.model.rotary_emb(x, positions[None]), strict=True):
+        difference = (found - theirs[0, :, : found.shape[1]]).abs()
+        assert (difference <= 1e-6 + 2.0**-23 * positions[:, None]).all()
+
+
 def test_dynamic_scaling_follows_max_model_len(load: Callable[..., Any]) -> None:
     """transformers rescales at the length of the prompt; we at the length the engine allows."""
     oracle = llama("dynamic", max_position_embeddings=32)
