@@ -85,10 +85,7 @@ class TypedAnswers:
 
 
 class ToolTurns:
-    """The chats of one ``run_tools``, and their keyword arguments.
-
-    ``parsed_arguments``: see :func:`sdk.tools.run_tools`.
-    """
+    """The chats of one ``run_tools``, and their keyword arguments."""
 
     def __init__(
         self,
@@ -96,14 +93,12 @@ class ToolTurns:
         choice: str | Mapping[str, Any],
         params: SamplingParams | None,
         template: Mapping[str, Any],
-        parsed_arguments: bool,
         lora: LoRALike | None = None,
     ) -> None:
         self._first = {"tool_choice": choice}
         how = {"tools": tools, "sampling_params": params, "lora_request": lora}
         self._always = {**template, **how}
         self._tools = tools
-        self._parsed = parsed_arguments
 
     def run(
         self,
@@ -118,8 +113,7 @@ class ToolTurns:
             message: AssistantMessage = chat(conversation, **self._next())[0].message
             return message
 
-        how: dict[str, Any] = {"on_error": on_error, "parsed_arguments": self._parsed}
-        return run_tools(answer, messages, self._tools, max_turns, **how)
+        return run_tools(answer, messages, self._tools, max_turns, on_error=on_error)
 
     async def arun(
         self,
@@ -135,8 +129,7 @@ class ToolTurns:
             message: AssistantMessage = output.message
             return message
 
-        how: dict[str, Any] = {"on_error": on_error, "parsed_arguments": self._parsed}
-        return await arun_tools(answer, messages, self._tools, max_turns, **how)
+        return await arun_tools(answer, messages, self._tools, max_turns, on_error=on_error)
 
     def _next(self) -> dict[str, Any]:
         """``tool_choice`` holds for the first answer: "required" would never end."""

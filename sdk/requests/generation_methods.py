@@ -355,10 +355,9 @@ class GenerationMethods:
         template: dict[str, Any],
         lora_request: LoRALike | None,
     ) -> ToolTurns:
-        parsed = self._job_maker.parses_arguments(template)
         from sdk.requests.answer_formats import ToolTurns
 
-        return ToolTurns(tools, tool_choice, sampling_params, template, parsed, lora_request)
+        return ToolTurns(tools, tool_choice, sampling_params, template, lora_request)
 
     def astream(
         self,

@@ -19,7 +19,7 @@ from sdk.models.classifier import Classifier
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
-from sdk.requests.prompt_kinds import ChatOptions, tool_format_of
+from sdk.requests.prompt_kinds import ChatOptions
 from sdk.requests.prompts import (
     Prompt,
     PromptLike,
@@ -216,13 +216,6 @@ class JobMaker:
         read = [self._reader.read_one(method, prompt, params[0], template)]
         read = self.adapted(read, lora)
         return _batch(read, params, self._answer_format(ChatOptions.of(method, template), returns))
-
-    def parses_arguments(self, template: Mapping[str, Any]) -> bool:
-        """Whether the chat template wants the arguments of calls as objects: nearly all do."""
-        options = ChatOptions.of("run_tools", template)
-        tokenizer = self._reader.need_tokenizer("tools")
-        format = tool_format_of(options, self._reader.template_of(options), tokenizer)
-        return not format.name.startswith("deepseek")
 
     def _answer_format(self, options: ChatOptions, returns: Any) -> AnswerFormat | None:
         """What a call wants of its answers; ``None``: plain outputs."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sdk.api.errors import EngineClosedError, RequestError
 from sdk.api.lora import KnownAdapter
@@ -31,6 +31,9 @@ from sdk.requests.prompt_kinds import (
     tool_format_of,
 )
 from sdk.sampling.healing import Healing, TokenPrefixes
+
+if TYPE_CHECKING:
+    from sdk.tools import ToolFormat
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
@@ -423,17 +426,26 @@ class PromptReader:
         return [tool.as_dict() for tool in options.tools]
 
     def _with_tools(self, messages: Sequence[Message], options: ChatOptions) -> Sequence[Message]:
-        """The messages; with the tools in words if the chat template has no place for them, also
-        calls of earlier turns, whose tools are not there any more."""
-        if self._reads_tools(options):
-            return messages
+        """The messages, with the arguments of calls as the chat template writes them (nearly all
+        write objects); with the tools in words if it has no place for them, also calls of earlier
+        turns, whose tools are not there any more."""
         called = any(isinstance(one, Mapping) and one.get("tool_calls") for one in messages)
-        if not options.tools and (not called or self._reads_calls(options)):
+        if not called and (not options.tools or self._reads_tools(options)):
             return messages
-        from sdk.tools import with_described_tools  # with the first tools
+        from sdk.tools import with_arguments, with_described_tools  # with the first tools
 
         format = tool_format_of(options, self.template_of(options), self.need_tokenizer("tools"))
+        if self._reads_tools(options) or (not options.tools and self._reads_calls(options)):
+            return with_arguments(messages, as_objects=self._writes_objects(options, format))
         return with_described_tools(messages, options.tools or (), format)
+
+    def _writes_objects(self, options: ChatOptions, format: ToolFormat) -> bool:
+        """Whether the chat template wants the arguments of calls as objects: nearly all do.
+        DeepSeek's join texts."""
+        if format.name.startswith("deepseek"):
+            return False
+        source = self.template_of(options) or ""
+        return re.search(r"\b(tojson|items|mapping)\b", source) is not None
 
     def _reads_calls(self, options: ChatOptions) -> bool:
         """Whether the chat template has a place for calls, or writes whole messages."""

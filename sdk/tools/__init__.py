@@ -34,6 +34,7 @@ from sdk.tools.messages import (
     MessageDelta as MessageDelta,
     ToolCall as ToolCall,
     ToolCallDelta as ToolCallDelta,
+    with_arguments as with_arguments,
 )
 from sdk.tools.parser import MessageParser as MessageParser
 from sdk.tools.reasoning import (

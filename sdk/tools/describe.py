@@ -12,9 +12,7 @@ from typing import Any
 
 from sdk.tools.definitions import Tool
 from sdk.tools.format import ToolFormat
-from sdk.tools.messages import arguments_of
-
-Message = Mapping[str, Any]
+from sdk.tools.messages import Message, arguments_of
 
 _TEXT = """You can call these functions:
 {tools}

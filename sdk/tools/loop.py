@@ -18,9 +18,8 @@ from sdk.api.flags import check_flags
 from sdk.api.schemas import load
 from sdk.quant.safe_repr import safe_message, safe_repr
 from sdk.tools.definitions import Tool, ToolLike, argument_types, tools_of
-from sdk.tools.messages import AssistantMessage, ToolCall, arguments_of
+from sdk.tools.messages import AssistantMessage, Message, ToolCall, arguments_of
 
-Message = Mapping[str, Any]
 #: Answers a conversation, given as messages in the form of OpenAI's chat API.
 Chat = Callable[[list[dict[str, Any]]], AssistantMessage]
 AsyncChat = Callable[[list[dict[str, Any]]], Awaitable[AssistantMessage]]

@@ -7,8 +7,12 @@ per piece of text.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+#: One message of a conversation, as in OpenAI's chat API.
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,33 @@ def _parsed(text: str) -> Any:
         return arguments_of(text)
     except ValueError:
         return text
+
+
+def with_arguments(messages: Sequence[Message], *, as_objects: bool) -> list[Message]:
+    """The messages with the arguments of their calls as objects, or as JSON text: which of the two
+    OpenAI's clients send is not what a chat template writes. What is not a JSON object stays."""
+    return [_with_arguments(message, as_objects) for message in messages]
+
+
+def _with_arguments(message: Message, as_objects: bool) -> Message:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list | tuple):
+        return message  # what it is instead, the chat template's reader says
+    return {**message, "tool_calls": [_call_with_arguments(call, as_objects) for call in calls]}
+
+
+def _call_with_arguments(call: Any, as_objects: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _call_with_arguments(function, as_objects)}
+    arguments = call.get("arguments")
+    if as_objects and isinstance(arguments, str):
+        return {**call, "arguments": _parsed(arguments)}
+    if not as_objects and isinstance(arguments, Mapping):
+        return {**call, "arguments": json.dumps(dict(arguments), ensure_ascii=False)}
+    return call
 
 
 def _reject(constant: str) -> None:
