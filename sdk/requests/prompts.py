@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from sdk.api.errors import EngineClosedError, RequestError
 from sdk.api.lora import KnownAdapter
@@ -31,9 +30,6 @@ from sdk.requests.prompt_kinds import (
     tool_format_of,
 )
 from sdk.sampling.healing import Healing, TokenPrefixes
-
-if TYPE_CHECKING:
-    from sdk.tools import ToolFormat
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``), and with a
@@ -416,41 +412,26 @@ class PromptReader:
         except TemplateError:
             return None
 
-    def _reads_tools(self, options: ChatOptions) -> bool:
-        """Whether the chat template has a place for tools."""
-        return re.search(r"\btools\b", self.template_of(options) or "") is not None
-
     def _rendered_tools(self, options: ChatOptions) -> list[dict[str, Any]] | None:
-        if not options.tools or not self._reads_tools(options):
+        """The tools for a chat template that has a place for them."""
+        if not options.tools:
+            return None
+        from sdk.tools import reads_tools  # with the first tools
+
+        if not reads_tools(self.template_of(options) or ""):
             return None
         return [tool.as_dict() for tool in options.tools]
 
     def _with_tools(self, messages: Sequence[Message], options: ChatOptions) -> Sequence[Message]:
-        """The messages, with the arguments of calls as the chat template writes them (nearly all
-        write objects); with the tools in words if it has no place for them, also calls of earlier
-        turns, whose tools are not there any more."""
+        """The messages with tools and earlier calls as the chat template takes them."""
         called = any(isinstance(one, Mapping) and one.get("tool_calls") for one in messages)
-        if not called and (not options.tools or self._reads_tools(options)):
+        if not called and not options.tools:
             return messages
-        from sdk.tools import with_arguments, with_described_tools  # with the first tools
+        from sdk.tools import for_template  # with the first tools
 
-        format = tool_format_of(options, self.template_of(options), self.need_tokenizer("tools"))
-        if self._reads_tools(options) or (not options.tools and self._reads_calls(options)):
-            return with_arguments(messages, as_objects=self._writes_objects(options, format))
-        return with_described_tools(messages, options.tools or (), format)
-
-    def _writes_objects(self, options: ChatOptions, format: ToolFormat) -> bool:
-        """Whether the chat template wants the arguments of calls as objects: nearly all do.
-        DeepSeek's join texts."""
-        if format.name.startswith("deepseek"):
-            return False
-        source = self.template_of(options) or ""
-        return re.search(r"\b(tojson|items|mapping)\b", source) is not None
-
-    def _reads_calls(self, options: ChatOptions) -> bool:
-        """Whether the chat template has a place for calls, or writes whole messages."""
-        template = self.template_of(options) or ""
-        return re.search(r"\b(tool_calls|tojson|items)\b", template) is not None
+        template = self.template_of(options)
+        format = tool_format_of(options, template, self.need_tokenizer("tools"))
+        return for_template(messages, options.tools or (), format, template or "")
 
     def read_texts(self, first: str, second: str, truncate: int | None = None) -> Prompt:
         """Two texts as the model reads a pair. ``truncate``: ``truncate_prompt_tokens``; the longer

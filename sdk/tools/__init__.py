@@ -14,6 +14,8 @@ from sdk.tools.definitions import (
 )
 from sdk.tools.describe import (
     describe_tools as describe_tools,
+    for_template as for_template,
+    reads_tools as reads_tools,
     with_described_tools as with_described_tools,
 )
 from sdk.tools.format import (
@@ -34,7 +36,6 @@ from sdk.tools.messages import (
     MessageDelta as MessageDelta,
     ToolCall as ToolCall,
     ToolCallDelta as ToolCallDelta,
-    with_arguments as with_arguments,
 )
 from sdk.tools.parser import MessageParser as MessageParser
 from sdk.tools.reasoning import (

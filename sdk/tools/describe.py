@@ -1,22 +1,43 @@
-"""Tools for chat templates that do not know them: in words, in the system message.
+"""Conversations with tools as chat templates take them.
 
-The templates of SmolLM2 and Gemma 3 are among them. Calls and results of earlier turns become text
-too.
+Some templates have no place for tools, those of SmolLM2 and Gemma 3 among them: then the tools are
+described in the system message, and calls and results of earlier turns become text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sdk.tools.definitions import Tool
 from sdk.tools.format import ToolFormat
-from sdk.tools.messages import Message, arguments_of
+from sdk.tools.messages import Message, arguments_of, with_arguments
 
 _TEXT = """You can call these functions:
 {tools}
 To call functions, answer only with {example}. Otherwise answer as usual."""
+
+
+def reads_tools(template: str) -> bool:
+    """Whether the source of a chat template has a place for tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def for_template(
+    messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat, template: str
+) -> Sequence[Message]:
+    """The conversation with tools and calls as the source of a chat template takes them.
+
+    Calls of earlier turns may be there without tools, which a later turn does not have any more.
+    """
+    calls = re.search(r"\b(tool_calls|tojson|items)\b", template)  # or it writes whole messages
+    if not reads_tools(template) and (tools or calls is None):
+        return with_described_tools(messages, tools, format)
+    # A template that only writes {{ arguments }} wants text, whatever the family does.
+    objects = re.search(r"\b(tojson|items|mapping)\b", template) is not None
+    return with_arguments(messages, as_objects=objects and not format.text_arguments)
 
 
 def describe_tools(tools: Iterable[Tool], format: ToolFormat) -> str:

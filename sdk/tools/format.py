@@ -48,6 +48,8 @@ class ToolFormat(NamedTuple):
     ``closing``: the mark that ends what a trigger began; an invalid call extends to it.
     ``turn_ends``: marks of the end of the turn, which are not part of the content.
     ``call_id_length``: chat templates of the family want ids of this many letters and digits.
+    ``text_arguments``: chat templates of the family join the arguments of earlier calls as JSON
+    text; of others they take objects.
     ``channels``: the format marks content and reasoning too, so it reads answers without tools.
     """
 
@@ -63,6 +65,7 @@ class ToolFormat(NamedTuple):
     turn_ends: tuple[str, ...] = ()
     call_id_length: int | None = None
     channels: bool = False
+    text_arguments: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -148,7 +148,8 @@ def test_the_check_of_code_that_is_not_run_notices_a_wrong_option() -> None:
 
 def test_most_code_runs() -> None:
     total = sum(len(found) for found in CODE.values())
-    assert total > 120 and len(NOT_RUN) < total / 6
+    elsewhere = sum(block.not_run.startswith("make test-interop runs it") for _, block in NOT_RUN)
+    assert total > 120 and len(NOT_RUN) - elsewhere < total / 6
     assert [page for page in ELSEWHERE if page not in CODE or not CODE[page]] == []
     for page, test in ELSEWHERE.items():
         text = (DOCS.parent / test).read_text(encoding="utf-8")

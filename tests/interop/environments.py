@@ -70,6 +70,13 @@ ENVIRONMENTS = {
         (f"openai==3.54.0 litellm langchain-openai {OLLAMA} anthropic==2.14.0",), torch=False
     ),
     "instructor": Environment(("instructor==1.17.0",), torch=False),
+    "langchain": Environment(
+        (
+            f"-C wheel.cmake=false -e {ROOT}[structured]",
+            "langchain-core==1.8.3 langchain-tests==1.1.9",
+        ),
+        torch=False,
+    ),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 

@@ -47,7 +47,7 @@ ALLOWED = {
 STOREYS = (
     *("api", "text", "sampling", "structured", "tools", "metrics", "engine", "executors"),
     *("memory", "loading", "requests", "quantizing", "tokenizer", "llm", "async_llm", "demo"),
-    *("evaluating", "cli", "testing", "serving", "cluster", "compat", "bench"),
+    *("evaluating", "cli", "testing", "serving", "cluster", "compat", "integrations", "bench"),
 )
 #: The commands, which may print.
 PRINTING = (
@@ -319,7 +319,7 @@ NAMES_MODELS += ("models/architecture_names.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.
 NAMES_MODELS += ("models/other_models.py",)
 #: Formats of tool calls and of chats, which are called like a model.
-NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py", "sdk/requests/job_maker.py")
+NAMES_MODELS += ("sdk/tools/", "sdk/compat/llama_cpp/_chat.py")
 
 
 def test_only_its_own_file_names_a_model(library: Library) -> None:

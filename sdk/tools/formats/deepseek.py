@@ -86,4 +86,5 @@ FORMAT = ToolFormat(
     turn_ends=("<｜end▁of▁sentence｜>",),
     read=read,
     rules=call_rules,
+    text_arguments=True,
 )

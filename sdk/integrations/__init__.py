@@ -1,0 +1,1 @@
+"""Classes of frameworks over an :class:`sdk.LLM` in this process; each imports its framework."""

@@ -1,0 +1,413 @@
+"""LangChain's chat model, embeddings and reranker on an :class:`sdk.LLM` in this process.
+
+``pip install langchain-core``. Chains that run at the same time, in threads or tasks, share the
+steps of the engine: eight of them take little longer than one. ``docs/integrations.md`` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+    Callbacks,
+)
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    InvalidToolCall,
+    ToolCall,
+    convert_to_openai_messages,
+)
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+
+from sdk import LLM, SamplingParams, StructuredOutputsParams
+from sdk.api.outputs import CompletionOutput, RequestOutput
+
+#: Fields of the chat model that are fields of ``SamplingParams``.
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")
+#: Keyword arguments of a call that ``LLM.chat`` takes.
+_TEMPLATE = (
+    *("tools", "tool_choice", "parallel_tool_calls", "tool_format", "lora_request", "priority"),
+    *("chat_template", "chat_template_kwargs", "cache_salt"),
+)
+
+
+class ChatEmbedLM(BaseChatModel):
+    """A chat model on an ``llm``, or on the ``model`` that it opens itself.
+
+    ``temperature``, ``top_p``, ``top_k``, ``max_tokens``, ``seed``, ``n``, ``stop``, and in
+    ``sampling`` any other field of :class:`sdk.SamplingParams`: ``None`` means the model's own
+    default. A call may give them anew, as well as LangChain's ``tools`` and ``tool_choice``, the
+    keyword arguments of ``LLM.chat``, and as ``model`` the name of a LoRA adapter. ``options``:
+    those of ``LLM``, with ``model``.
+
+    Calls of tools fit their schemas, and :meth:`with_structured_output` constrains the answer.
+
+    :raises RequestError: from a call, for what the model or the engine cannot do.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    llm: Any = Field(default=None, exclude=True, repr=False)
+    model: str | PathLike[str] | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: list[str] | str | None = None
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    #: Whether ``invoke`` streams too, for callbacks of single tokens; ``None``: LangChain decides.
+    streaming: bool | None = None
+    _owned: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="after")
+    def _open(self) -> ChatEmbedLM:
+        if (self.llm is None) == (self.model is None):
+            raise ValueError("expected either llm=LLM(...) or model=PATH, found both or neither")
+        if self.llm is None:
+            assert self.model is not None
+            self.llm, self._owned = LLM(self.model, **self.options), True
+        elif self.options:
+            raise ValueError("options: apply to model=PATH alone; this llm is already open")
+        return self
+
+    def close(self) -> None:
+        """Close the engine, if it was opened here."""
+        if self._owned:
+            self.llm.close()
+
+    @property
+    def _llm_type(self) -> str:
+        return "embedlm"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in (*_SAMPLING, "stop")}
+        return {"model": self._model_name, **own, **self.sampling}
+
+    @property
+    def _model_name(self) -> str:
+        return Path(self.llm.config.model).name
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
+        found = super()._get_ls_params(stop=stop, **kwargs)
+        found["ls_provider"] = "embedlm"
+        found["ls_model_name"] = kwargs.get("model") or self._model_name
+        return found
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _request(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], SamplingParams, dict[str, Any]]:
+        """Conversation, parameters, and keyword arguments of ``LLM.chat``."""
+        own = {name: getattr(self, name) for name in _SAMPLING}
+        fields = {**own, "stop": self.stop, **self.sampling}
+        fields |= {name: value for name, value in given.items() if name not in _TEMPLATE}
+        fields.pop("ls_structured_output_format", None)  # for LangSmith
+        if stop is not None:
+            fields["stop"] = stop
+        fields = {name: value for name, value in fields.items() if value is not None}
+        defaults = self.llm.get_default_sampling_params()
+        template = {name: given[name] for name in _TEMPLATE if given.get(name) is not None}
+        template.setdefault("tools", ())  # then answers are messages
+        name = fields.pop("model", None)
+        if name not in (None, self._model_name):
+            template["lora_request"] = name
+        conversation = convert_to_openai_messages(list(messages))
+        return conversation, defaults.clone(**fields), template
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        conversation, params, template = self._request(messages, stop, kwargs)
+        [output] = self.llm.chat(conversation, params, use_tqdm=False, **template)
+        return self._result(output)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        conversation, params, template = self._request(messages, stop, kwargs)
+        [output] = await self.llm.achat(conversation, params, **template)
+        return self._result(output)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        conversation, params, template = self._request(messages, stop, kwargs)
+        for output in self.llm.stream(conversation, params, **template):
+            chunk = self._chunk(output)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        conversation, params, template = self._request(messages, stop, kwargs)
+        async for output in self.llm.astream(conversation, params, **template):
+            chunk = self._chunk(output)
+            if run_manager is not None:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def _facts(self, answer: CompletionOutput) -> dict[str, Any]:
+        return {
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "model_name": self._model_name,
+            "model_provider": "embedlm",
+        }
+
+    def _result(self, output: Any) -> ChatResult:
+        usage = _usage(output, sum(len(answer.token_ids) for answer in output.outputs))
+        found = []
+        for answer in output.outputs:
+            message = answer.message
+            valid = [call for call in message.tool_calls if call.error is None]
+            invalid = [call for call in message.tool_calls if call.error is not None]
+            reply = AIMessage(
+                content=message.content,
+                additional_kwargs=_reasoning(message.reasoning),
+                tool_calls=[
+                    ToolCall(name=call.name, args=json.loads(call.arguments), id=call.id)
+                    for call in valid
+                ],
+                invalid_tool_calls=[
+                    InvalidToolCall(
+                        type="invalid_tool_call",
+                        name=call.name,
+                        args=call.arguments,
+                        id=call.id,
+                        error=call.error,
+                    )
+                    for call in invalid
+                ],
+                response_metadata=self._facts(answer),
+                usage_metadata=usage,
+            )
+            found.append(ChatGeneration(message=reply, generation_info=self._facts(answer)))
+        return ChatResult(generations=found, llm_output={"model_name": self._model_name})
+
+    def _chunk(self, output: Any) -> ChatGenerationChunk:
+        """What is new in the answer; the last chunk has the usage too."""
+        [answer] = output.outputs
+        delta = answer.delta
+        message = AIMessageChunk(
+            content=delta.content,
+            additional_kwargs=_reasoning(delta.reasoning),
+            tool_call_chunks=[
+                tool_call_chunk(name=one.name, args=one.arguments, id=one.id, index=one.index)
+                for one in delta.tool_calls
+            ],
+        )
+        if output.finished:
+            message.response_metadata = self._facts(answer)
+            message.usage_metadata = _usage(output, len(answer.token_ids))
+            message.chunk_position = "last"
+        return ChatGenerationChunk(message=message)
+
+    # ---- tools and structured output -------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | Any],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools. ``tool_choice``: a name, ``"any"`` (or ``"required"``, ``True``: at
+        least one call), ``"auto"``, ``"none"``."""
+        bound = {**kwargs, "tools": [_closed(convert_to_openai_tool(tool)) for tool in tools]}
+        if tool_choice in ("any", True):
+            tool_choice = "required"
+        if tool_choice:
+            bound["tool_choice"] = tool_choice
+        return self.bind(**bound)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers as values of ``schema``: a pydantic model, a ``TypedDict`` or a JSON schema.
+
+        The answer is constrained to it while it is generated, so only an answer that
+        ``max_tokens`` cuts off cannot be parsed. ``function_calling``: as the arguments of a call.
+        ``json_mode``: any JSON object. ``strict``: answers always are.
+        """
+        kwargs.pop("strict", None)
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if kwargs:
+            raise ValueError(f"with_structured_output: unknown arguments {sorted(kwargs)}")
+        if method == "json_schema":
+            structure = StructuredOutputsParams(json=convert_to_json_schema(schema))
+        elif method == "json_mode":
+            structure = StructuredOutputsParams(json_object=True)
+        else:
+            raise ValueError(
+                "method: expected 'json_schema', 'function_calling' or 'json_mode', found "
+                f"{method!r}"
+            )
+        shown = {"kwargs": {"method": method}, "schema": schema}
+        model = self.bind(structured_outputs=structure, ls_structured_output_format=shown)
+        parser: Any = JsonOutputParser()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+        )
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks(
+            [failed], exception_key="parsing_error"
+        )
+
+
+def _closed(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool without arguments that it does not name, which a JSON schema allows by default."""
+    function = tool["function"]
+    parameters = {"additionalProperties": False, **function.get("parameters", {"type": "object"})}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {"reasoning_content": text} if text else {}
+
+
+def _usage(output: RequestOutput, generated: int) -> UsageMetadata:
+    prompt = len(output.prompt_token_ids)
+    return UsageMetadata(
+        input_tokens=prompt,
+        output_tokens=generated,
+        total_tokens=prompt + generated,
+        input_token_details={"cache_read": output.num_cached_tokens or 0},
+    )
+
+
+class EmbedLMEmbeddings(Embeddings):
+    """Embeddings of an :class:`sdk.LLM` with an embedding model.
+
+    ``query_prompt``, ``document_prompt``: names of prompts of a sentence-transformers folder
+    (``"query"``). ``dimensions``: see :meth:`sdk.LLM.embed`. Texts longer than the context lose
+    their end.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        query_prompt: str | None = None,
+        document_prompt: str | None = None,
+        dimensions: int | None = None,
+    ) -> None:
+        self.llm = llm
+        self._query, self._document = query_prompt, document_prompt
+        self._options: dict[str, Any] = {"dimensions": dimensions, "truncate_prompt_tokens": -1}
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """One vector for each text."""
+        return self._embed(texts, self._document)
+
+    def embed_query(self, text: str) -> list[float]:
+        """The vector of a query."""
+        return self._embed([text], self._query)[0]
+
+    async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
+        """:meth:`embed_documents` for an event loop."""
+        return await self._aembed(texts, self._document)
+
+    async def aembed_query(self, text: str) -> list[float]:
+        """:meth:`embed_query` for an event loop."""
+        return (await self._aembed([text], self._query))[0]
+
+    def _embed(self, texts: list[str], prompt: str | None) -> list[list[float]]:
+        options: dict[str, Any] = {**self._options, "prompt_name": prompt, "use_tqdm": False}
+        return [one.embedding for one in self.llm.embed(texts, **options)] if texts else []
+
+    async def _aembed(self, texts: list[str], prompt: str | None) -> list[list[float]]:
+        options: dict[str, Any] = {**self._options, "prompt_name": prompt}
+        return [one.embedding for one in await self.llm.aembed(texts, **options)] if texts else []
+
+
+class EmbedLMReranker(BaseDocumentCompressor):
+    """Keeps the ``top_n`` documents that match a query best, best first.
+
+    Their metadata get ``relevance_score``. See :meth:`sdk.LLM.rerank` about models.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    llm: Any = Field(exclude=True, repr=False)
+    top_n: int | None = 3
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> Sequence[Document]:
+        """The best documents."""
+        texts = [one.page_content for one in documents]
+        if not texts:
+            return []
+        return _ranked(documents, self.llm.rerank(query, texts, self.top_n))
+
+    async def acompress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> Sequence[Document]:
+        """:meth:`compress_documents` for an event loop."""
+        texts = [one.page_content for one in documents]
+        if not texts:
+            return []
+        return _ranked(documents, await self.llm.arerank(query, texts, self.top_n))
+
+
+def _ranked(documents: Sequence[Document], ranks: Sequence[Any]) -> list[Document]:
+    found = []
+    for rank in ranks:
+        document = documents[rank.index]
+        facts = {**document.metadata, "relevance_score": rank.relevance_score}
+        found.append(Document(page_content=document.page_content, metadata=facts, id=document.id))
+    return found

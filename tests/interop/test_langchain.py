@@ -1,0 +1,42 @@
+"""LangChain's standard tests of the classes in sdk/integrations/langchain.py."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.interop.conftest import HERE, ROOT, surroundings
+
+
+def test_langchains_standard_tests_pass(
+    python: Callable[[str], Path], smollm2: Path, minilm: Path, tmp_path: Path
+) -> None:
+    interpreter = python("langchain")
+    [packages] = (interpreter.parents[1] / "lib").glob("python3*/site-packages")
+    own = packages / "sdk" / "kernels" / "cpu"  # the kernels are those of this environment
+    own.mkdir(parents=True, exist_ok=True)
+    native = find_spec("sdk.kernels.cpu._native")
+    assert native is not None and native.origin is not None
+    shutil.copy(native.origin, own)
+    given = {
+        "CHAT_MODEL": str(smollm2),
+        "EMBEDDING_MODEL": str(minilm),
+        "PAGE": str(ROOT / "docs" / "guides" / "frameworks.md"),
+    }
+    command = [str(interpreter), "-m", "pytest", "-q", "-p", "pytest_asyncio"]
+    command += ["-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    done = subprocess.run(
+        [*command, str(HERE / "drivers" / "langchain_standard.py")],
+        cwd=tmp_path,
+        env={**surroundings(), **given},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.fail(done.stdout[-6000:])
+    assert " passed" in done.stdout
