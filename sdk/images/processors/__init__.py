@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sdk.images.processors.anyres import AnyResolutionProcessor, OneVisionProcessor
 from sdk.images.processors.base import ImageProcessor
+from sdk.images.processors.canvas import InternProcessor, LfmProcessor
+from sdk.images.processors.gemma4 import Gemma4Processor
+from sdk.images.processors.idefics import IdeficsProcessor
+from sdk.images.processors.pixtral import PixtralProcessor
 from sdk.images.processors.qwen import QwenProcessor
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.square import GemmaProcessor, LlavaProcessor, PaliGemmaProcessor
@@ -14,7 +19,12 @@ from sdk.quant.errors import UnsupportedError
 _Maker = Callable[[Settings], ImageProcessor]
 _QWEN: dict[str, _Maker] = {
     "Qwen2VLImageProcessor": QwenProcessor,
+    "Qwen2_5_VLImageProcessor": QwenProcessor,
     "Qwen3VLImageProcessor": QwenProcessor,
+}
+_IDEFICS: dict[str, _Maker] = {
+    "Idefics3ImageProcessor": IdeficsProcessor,
+    "SmolVLMImageProcessor": IdeficsProcessor,
 }
 #: model_type -> transformers' classes of image processors that its checkpoints name -> ours. The
 #: first is taken where none is named.
@@ -31,7 +41,16 @@ _PROCESSORS: dict[str, dict[str, _Maker]] = {
         "CLIPImageProcessor": LlavaProcessor,
         "LlavaImageProcessor": LlavaProcessor,
         "SiglipImageProcessor": LlavaProcessor,
+        "PixtralImageProcessor": PixtralProcessor,
     },
+    "llava_next": {"LlavaNextImageProcessor": AnyResolutionProcessor},
+    "llava_onevision": {"LlavaOnevisionImageProcessor": OneVisionProcessor},
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "mistral3": {"PixtralImageProcessor": PixtralProcessor},
+    "internvl": {"GotOcr2ImageProcessor": InternProcessor},
+    "lfm2_vl": {"Lfm2VlImageProcessor": LfmProcessor},
+    "gemma4": {"Gemma4ImageProcessor": Gemma4Processor},
 }
 
 
