@@ -22,7 +22,7 @@ def test_pixels_are_those_of_transformers_bit_for_bit(name: str) -> None:
             np.testing.assert_array_equal(normalized(tile, theirs), other, err_msg=str(size))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].text])
 def test_the_text_of_an_image_is_that_of_transformers(name: str) -> None:
     family = FAMILIES[name]
     ours, theirs = family.ours(), family.made()
@@ -30,6 +30,7 @@ def test_the_text_of_an_image_is_that_of_transformers(name: str) -> None:
         pixels = image(*size)
         read = ours.read(pixels)
         layout = ours.layout(read)
+        assert family.text is not None
         expected = family.text(theirs, family.outputs(theirs, pixels), pixels)
         assert shown(layout, family.image_token) == expected, size
         numbers = [part for part in layout if isinstance(part, int)]

@@ -63,14 +63,15 @@ def image_processor(config: Mapping[str, Any], processor: Mapping[str, Any]) -> 
     :raises UnsupportedError: another model or image processor, or a value that is not supported.
     :raises CheckpointError: a value is invalid or contradicts the tower.
     """
-    model_type = str(config.get("model_type"))
+    whole = config.get("multimodal_config", config)  # of a checkpoint: all but text and vision
+    model_type = str(whole.get("model_type"))
     makers = _PROCESSORS.get(model_type)
     if makers is None:
         raise UnsupportedError(
             f"model_type {model_type!r} has no image processor here, expected one of "
             f"{', '.join(sorted(_PROCESSORS))}: load it for text only"
         )
-    settings = Settings(config, processor)
+    settings = Settings({**whole, "vision_config": config.get("vision_config")}, processor)
     maker = makers.get(settings.kind or next(iter(makers)))
     if maker is None:
         raise settings.unsupported("image_processor_type", settings.kind, " or ".join(makers))

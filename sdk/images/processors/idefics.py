@@ -22,7 +22,7 @@ MAX_SIDE = 4096
 
 
 class IdeficsProcessor(ImageProcessor):
-    """Resized to a longest side, then to whole tiles, then cut; the whole image is the last tile."""
+    """Resized to a longest side, then to whole tiles, then cut; the whole is the last tile."""
 
     placeholder = "<image>"
 
