@@ -92,7 +92,7 @@ class ExpertCache:
         self, runtime: NativeRuntime, file: int, path: str, budget: int, least: int
     ) -> None:
         self._library, self._budget = runtime.library, budget
-        self._least = max(least, runtime.num_threads + 1) + 1
+        self._least = max(least, runtime.num_threads + 1)
         self._file, direct = _open(file)
         handle = runtime.library.embedlm_experts_create(
             self._file, os.fsencode(path), direct, READERS

@@ -338,7 +338,9 @@ def with_experts(
     resident = max(experts.total - over, nbytes)
     if resident >= experts.total:
         return demand
-    share = ExpertShare(experts.total, resident, least, experts.read)
+    share = ExpertShare(
+        experts.total, resident, least, experts.read, sum(experts.matrices.values()) // 2
+    )
     weights = without_most_experts(demand.weights, share, experts)
     return replace(demand, weights=weights, experts=share)
 

@@ -43,13 +43,14 @@ class ExpertBytes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """Of all ``total`` bytes of experts ``resident`` stay in memory. ``least``: matrices of each
-    size that do at least. ``read``: what a token needs of them."""
+    """Of all ``total`` bytes of the ``experts`` of all layers ``resident`` stay in memory.
+    ``least``: of how many there is room at least. ``read``: what a token needs of them."""
 
     total: int
     resident: int
     least: int
     read: int
+    experts: int
 
     @property
     def missed(self) -> int:

@@ -68,6 +68,11 @@ class Alternative:
         )
         if self.is_eager:
             text += ", slower: steps are not recorded"
+        if (experts := self.plan.experts) is not None:
+            return (
+                f"{text}, slower: {experts.resident / experts.total:.0%} of the experts stay in "
+                f"memory, up to {format_bytes(experts.missed)} are read for a token"
+            )
         if not self.plan.offloaded:
             return text
         speed = self.plan.tokens_per_second(math.inf)
