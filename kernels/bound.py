@@ -124,6 +124,17 @@ class BoundExperts:
     context: Context
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether some of them may be in a file, and are read before a product if it is expected:
+        on a CPU."""
+        return getattr(self.packed, "cached", None) is not None
+
+    def expect(self, chosen: Tensor) -> None:
+        """``chosen`` int32 ``[T, k]``: experts that will probably be needed soon. Only if it
+        :attr:`reads_ahead`."""
+        self.implementation.expect(self.packed, chosen)
+
+    @property
     def gates(self) -> bool:
         """See :class:`sdk.kernels.backend.LinearKernel`."""
         return bool(self.implementation.gates)

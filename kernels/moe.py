@@ -88,6 +88,28 @@ class MoEOps:
             operator.run(chosen, routes)
         return routes
 
+    def expect(
+        self,
+        group: BoundExperts,
+        logits: Tensor,
+        k: int,
+        rule: RouteRule,
+        *,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Have experts read that the ``logits [T, E]`` of a guess choose: see :meth:`route`.
+
+        Nothing depends on it but time. Only if ``group`` :attr:`~BoundExperts.reads_ahead`.
+        """
+        tokens = logits.shape[0]
+        if not tokens:
+            return
+        weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
+        parts = [rule.gate, *["bias"] * (bias is not None), *["groups"] * (rule.groups > 1)]
+        kernel = self._context.kernel("route", (logits, k, rule, bias, None), format=" ".join(parts))
+        kernel.run(logits.contiguous(), rule, bias, chosen, weights, None)
+        group.expect(chosen)
+
     def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
         """The routes of an external router: ``chosen`` and ``weights [T, k]``.
 

@@ -218,6 +218,8 @@ class Layer:
             from sdk.models.layer_inputs import LayerInput
 
             self.input = LayerInput(source, path, index)
+        #: The next layer's norm and experts, if some of these may have to be read from a file.
+        self.ahead: tuple[Norm, ExpertMLP] | None = None
         self.factor = 1.0
         if rules.scaled:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
@@ -236,6 +238,8 @@ class Layer:
             delta = self._output(self._mix(x, step, caches), self.after_attention)
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
+            if self.ahead is not None:
+                self.ahead[1].expect(self.ops.norm(residual, self.ahead[0]))
             if isinstance(self.mlp, MLPBesideExperts):
                 x = self.mlp(x, residual)
             else:
@@ -345,6 +349,20 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     return positions, norm
 
 
+def _look_ahead(layers: Sequence[Layer]) -> None:
+    """Let each layer guess which experts the next one needs, where they may have to be read.
+
+    What a layer adds to the residual stream is small beside it, so the next router's choice for the
+    stream before the experts of this layer is mostly the one it makes later.
+    """
+    for layer, after in zip(layers, layers[1:], strict=False):
+        plain = not (after.parallel or after.post_norm or layer.parallel or layer.post_norm)
+        if not (plain and isinstance(after.mlp, ExpertMLP) and after.before_mlp is not None):
+            continue
+        if isinstance(layer.mlp, ExpertMLP) and after.mlp.reads_ahead:
+            layer.ahead = after.before_mlp, after.mlp
+
+
 def _check_shared_keys(config: ModelConfig, layers: range) -> None:
     """:raises AlignmentError: a stage would read keys that another one has."""
     for layer in layers:
@@ -396,6 +414,7 @@ class Decoder:
         for i in self.numbers:
             with self.ops.layers.load(i):
                 self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
+        _look_ahead(self.layers)
         _check_shared_keys(c, self.numbers)
         first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
         #: For each layer of this stage the places of its caches among those of the stage.

@@ -149,6 +149,23 @@ class ExpertMLP:
             y = y if shared is None else self.ops.add(y, shared)
         return y if self.sum_bias is None else self.ops.add_bias(y, self.sum_bias)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether :meth:`expect` has an effect: some experts are in a file."""
+        grouped = self.up.weight.grouped
+        plain = self.latent is None and self.one is None and self.share is None
+        return plain and grouped is not None and grouped.reads_ahead
+
+    def expect(self, x: Tensor) -> None:
+        """Have experts read that rows like ``x [T, hidden]`` will need: the router's choice of what
+        it will read some operators later, approximately."""
+        grouped = self.up.weight.grouped
+        assert grouped is not None
+        logits = self.router(x)
+        self.ops.moe.expect(
+            grouped, logits, self.spec.per_token, self.spec.route, bias=self.bias
+        )
+
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
         """Load the experts that another placement gives this rank.
 

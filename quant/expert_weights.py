@@ -41,6 +41,17 @@ class ExpertWeights(StackedWeight):
         self.parts = (*self.parts[:index], part, *self.parts[index + 1 :])
         self._group(self._ops)
 
+    def forget(self) -> None:
+        """Give up the packed weights: nobody multiplies with them."""
+        self._grouped = None
+        for part in self.parts:
+            part.forget()
+
+    @property
+    def grouped(self) -> BoundExperts | None:
+        """The packed weights of all, if one product can read them."""
+        return self._grouped
+
     @property
     def gates(self) -> bool:
         return self._grouped is not None and self._grouped.gates

@@ -65,6 +65,9 @@ class Weight(ABC):
         :raises AlignmentError: the range is outside the weight, or cuts a quantization group.
         """
 
+    def forget(self) -> None:
+        """Give up what :meth:`bind` packed, and with it the value: only its shape is left."""
+
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         """This weight and the others, concatenated along ``out``; ``None`` if layouts differ."""
         return None
@@ -133,6 +136,9 @@ class PackedWeight(Weight):
 
     def dequantize(self) -> Tensor:
         return decode(self.layout)
+
+    def forget(self) -> None:
+        self._bound = None
 
     def narrow(self, side: Side, start: int, count: int) -> Weight:
         limit = self.shape[0 if side == "out" else 1]

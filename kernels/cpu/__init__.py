@@ -34,6 +34,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.offload import OnDisk
 
 if TYPE_CHECKING:
+    from sdk.kernels.cpu.expert_cache import ExpertCache
     from sdk.kernels.cpu.weight_map import WeightMap
 from sdk.kernels.scratch import Products
 
@@ -117,6 +118,15 @@ class CpuBackend:
             "attention": (Attention(runtime),),
             "sample": (Sample(runtime),),
         }
+
+    @property
+    def experts(self) -> ExpertCache | None:
+        """Experts of which only some are in memory."""
+        return self._memory.experts
+
+    @experts.setter
+    def experts(self, cache: ExpertCache | None) -> None:
+        self._memory.experts = cache
 
     @property
     def offloaded(self) -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 41
+ABI_VERSION = 42
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -77,6 +77,7 @@ class OpKind(IntEnum):
     RATES = 27
     GATED_NORM = 28
     HEADS = 29
+    FETCH = 30
 
 
 class Count(IntEnum):
@@ -198,7 +199,23 @@ class ExpertsArgs(Structure):
         ("each", LinearArgs),
         *((name, c_void_p) for name in ("experts", "starts", "active")),
         ("count", c_int64),
-        ("k", c_int32),
+        *((name, c_int32) for name in ("k", "group")),
+        ("cache", c_void_p),
+    ]
+
+
+class FetchArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cache", "active", "starts", "chosen")),
+        *((name, c_int64) for name in ("count", "rows")),
+        *((name, c_int32) for name in ("k", "group")),
+    ]
+
+
+class ExpertCounts(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("hits", "guessed", "missed", "asked_ahead")),
+        *((name, c_int64) for name in ("reads", "bytes", "reading_ns", "waited_ns")),
     ]
 
 
@@ -461,6 +478,12 @@ _SIGNATURES = {
     "sum": (c_uint64, (c_void_p, c_int64)),
     "check": (c_int, (POINTER(WeightCheck),)),
     "read_over": (c_int, (c_int, c_int64, c_void_p, c_int64)),
+    "experts_create": (c_void_p, (c_int, c_char_p, c_int, c_int)),
+    "experts_add": (c_int, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64)),
+    "experts_reserve": (c_int, (c_void_p, c_int, c_int64, c_int64)),
+    "experts_counts": (None, (c_void_p, POINTER(ExpertCounts))),
+    "experts_stop": (None, (c_void_p,)),
+    "experts_destroy": (None, (c_void_p,)),
     "program_create": (c_void_p, ()),
     "program_destroy": (None, (c_void_p,)),
     "program_add": (c_int, (c_void_p, c_int, c_void_p, c_int, c_int64)),

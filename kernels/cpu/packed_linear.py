@@ -11,9 +11,11 @@ from dataclasses import replace
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
+from sdk.kernels.cpu.expert_cache import ExpertCache, ExpertGroup
 from sdk.kernels.cpu.library import (
     EmbeddingArgs,
     ExpertsArgs,
+    FetchArgs,
     FilePart,
     HeadsArgs,
     LinearArgs,
@@ -41,12 +43,13 @@ _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of a layer's experts, the addresses of their views for the library, and the part
-    of a file that holds them."""
+    """The weights of a layer's experts, the addresses of their views for the library, the part of a
+    file that holds them, and the cache that has those which are in memory."""
 
     weights: tuple[Packed, ...]
     addresses: Array[c_void_p]
     file: FilePart | None
+    cached: ExpertGroup | None = None
 
 
 class PackedLinear:
@@ -144,6 +147,10 @@ class PackedLinear:
 
     def group(self, packed: Sequence[Packed]) -> ExpertWeights:
         weights = tuple(packed)
+        cache = self._memory.experts
+        if cache is not None and (cached := cache.group(weights)) is not None:
+            views = (c_void_p * len(weights))(*map(addressof, cached.views))
+            return ExpertWeights(weights, views, None, cached)
         addresses = (c_void_p * len(weights))(*(addressof(weight.view) for weight in weights))
         file = self._memory.file
         part = None if file is None else file.experts([weight.file for weight in weights])
@@ -157,9 +164,29 @@ class PackedLinear:
         each.file = _address(group.file)
         if by_token:
             each.source = routes.tokens.data_ptr()
-        pointers = (addressof(group.addresses), routes.starts.data_ptr(), routes.active.data_ptr())
-        args = ExpertsArgs(each, *pointers, len(group.weights), routes.weights.shape[1])
+        starts, active = routes.starts.data_ptr(), routes.active.data_ptr()
+        count, k = len(group.weights), routes.weights.shape[1]
+        args = ExpertsArgs(each, addressof(group.addresses), starts, active, count, k)
+        if (cached := group.cached) is not None:
+            args.cache, args.group = cached.cache.handle, cached.number
+            fetch = FetchArgs(args.cache, active, starts, None, count, 0, k, cached.number)
+            self._runtime.run(OpKind.FETCH, fetch, out.shape[0], "experts")
+            self._run_expected(cached.cache)
         self._runtime.run(OpKind.EXPERTS, args, out.shape[0], "experts")
+
+    def expect(self, group: ExpertWeights, chosen: Tensor) -> None:
+        """Read experts of a later layer ahead, ``chosen`` int32 ``[T, k]``, once the next product of
+        experts has asked for its own."""
+        assert group.cached is not None
+        group.cached.cache.expected = group.cached, chosen
+
+    def _run_expected(self, cache: ExpertCache) -> None:
+        if cache.expected is None:
+            return
+        (group, chosen), cache.expected = cache.expected, None
+        address, k = chosen.data_ptr(), chosen.shape[1]
+        args = FetchArgs(cache.handle, None, None, address, len(group.views), 0, k, group.number)
+        self._runtime.run(OpKind.FETCH, args, chosen.numel(), "experts")
 
     def matmul_heads(self, group: ExpertWeights, x: Tensor, out: Tensor) -> None:
         """``out[t, h] = x[t, h] @ w[h].T``; tokens and heads of both may be apart."""

@@ -33,6 +33,7 @@ _STATUS = {
     4: "a token or page id, row, slot or length lies outside of its tensor",
     5: "another rank ended, gave up or did not answer in time",
     6: "packed weights in the cache of weights are damaged: load the model again",
+    7: "an expert cannot be read from the cache of weights: load the model again",
 }
 _RANK_LOST = 5
 _OVER_REQUESTS = frozenset(
@@ -52,7 +53,7 @@ class NativeRuntime:
             raise KernelError(library)
         if level is not None and level not in levels():
             raise KernelError(f"SIMD level: expected one of {levels()}, found {level!r}")
-        self.library = library
+        self.library, self.num_threads = library, num_threads
         self.handle = self._open(num_threads, level)
         self.level = LEVELS[library.embedlm_runtime_level(self.handle)]
         self.recording: Program | None = None
@@ -76,7 +77,7 @@ class NativeRuntime:
 
         Programs that were recorded before the fork must not run.
         """
-        self.handle = self._open(num_threads, self.level)
+        self.handle, self.num_threads = self._open(num_threads, self.level), num_threads
 
     def pack(self, packed: Packed, source: Tensor, row_bytes: int, first: int, rows: int) -> None:
         """Begin to pack ``rows`` rows into ``packed``, from row ``first`` on; ``row_bytes`` as

@@ -24,7 +24,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from pathlib import Path
 
@@ -91,15 +91,25 @@ class _Memory:
 class WeightMap:
     """The first ``size`` bytes of an open file. Freed with its last array; nothing else to close.
 
-    ``file`` is open for reading, and is closed with the map. ``threads``: of a copy.
+    ``file`` is open for reading, and is closed with the map. ``threads``: of a copy. ``used``: the
+    parts that are copied, where that is not all; the others are zeros in a copy.
 
     :raises KernelError: no address space or memory, or the file became shorter.
     """
 
-    def __init__(self, file: int, size: int, threads: int, library: ctypes.CDLL) -> None:
+    def __init__(
+        self,
+        file: int,
+        size: int,
+        threads: int,
+        library: ctypes.CDLL,
+        used: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.size = size
+        self._used = [(0, size)] if used is None else _pages(used, size)
         self._library = library
         self._checks: list[WeightCheck] = []
+        self._later: list[WeightCheck] = []
         self._sums: list[NDArray[np.uint64]] = []
         self._on_damage: Callable[[], None] = _nothing
         self._stop, self._lease = threading.Event(), Lease(file)
@@ -129,11 +139,19 @@ class WeightMap:
         assert 0 <= start <= start + nbytes <= self.size
         return np.asarray(_Memory(self._base + start, nbytes, self))
 
-    def check(self, start: int, nbytes: int, sums: NDArray[np.uint64]) -> WeightCheck:
-        """The check of a weight's bytes; ``sums``: of its pieces."""
-        end = self._base + self.size
+    @property
+    def base(self) -> int:
+        """Where the file begins in memory."""
+        return self._base
+
+    def check(
+        self, start: int, nbytes: int, sums: NDArray[np.uint64], *, ahead: bool = True
+    ) -> WeightCheck:
+        """The check of a weight's bytes; ``sums``: of its pieces. ``ahead``: they are read before
+        they are needed."""
+        end = self._base + self.size if ahead else self._base + start + nbytes
         found = WeightCheck(self._base + start, nbytes, PIECE, sums.ctypes.data, end, 0, 0, 0)
-        self._checks.append(found)
+        (self._checks if ahead else self._later).append(found)
         self._sums.append(sums)
         return found
 
@@ -177,14 +195,25 @@ class WeightMap:
         if not self._lease.is_wanted:
             return False
         self.copied = "somebody wanted to change the file in the cache"
-        for start in range(0, self.size, _CHUNK):
-            at, nbytes = self._base + start, min(_CHUNK, self.size - start)
+        for start, nbytes in self._chunks():
+            at = self._base + start
             error = self._library.embedlm_read_over(self._lease.file, start, at, nbytes)
             if error:
                 self._give_up(start, error)
                 break
+        self._without_file()
         self._lease.close()
         return True
+
+    def _without_file(self) -> None:
+        """What was not copied must not be read from the file any more: it has wrong sums now."""
+        for check in self._later:
+            check.state = _WRONG
+        end = 0
+        for start, nbytes in [*self._used, (self.size, 0)]:
+            if start > end:
+                self._library.embedlm_read_over(-1, 0, self._base + end, start - end)
+            end = start + nbytes
 
     def _give_up(self, start: int, error: int) -> None:
         """The bytes from ``start`` on cannot be copied. An access must not end the process, and
@@ -198,15 +227,23 @@ class WeightMap:
             os.strerror(error),
         )
 
+    def _chunks(self) -> list[tuple[int, int]]:
+        """What is copied, in parts: where they begin, and their bytes."""
+        return [
+            (start, min(_CHUNK, first + nbytes - start))
+            for first, nbytes in self._used
+            for start in range(first, first + nbytes, _CHUNK)
+        ]
+
     def _copy(self, threads: int) -> None:
-        starts = deque(range(0, self.size, _CHUNK))
+        chunks = deque(self._chunks())
         errors: list[int] = []
 
         def copy() -> None:
-            while starts:
+            while chunks:
                 with contextlib.suppress(IndexError):  # another thread took the last one
-                    start = starts.popleft()
-                    at, nbytes = self._base + start, min(_CHUNK, self.size - start)
+                    start, nbytes = chunks.popleft()
+                    at = self._base + start
                     if error := self._library.embedlm_read_over(
                         self._lease.file, start, at, nbytes
                     ):
@@ -241,6 +278,15 @@ def _look_after(found: weakref.ref[WeightMap], stop: threading.Event, seconds: f
         if weights is None or weights.give_lease():
             return
         del weights
+
+
+def _pages(used: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Whole pages, which the parts do not share; the last one ends with the file."""
+    parts = []
+    for start, nbytes in used:
+        end = min(-(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE, size)
+        parts.append((start, end - start))
+    return parts
 
 
 def _look_every() -> float:

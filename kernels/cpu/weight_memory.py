@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import OnDisk
+
+if TYPE_CHECKING:
+    from sdk.kernels.cpu.expert_cache import ExpertCache
 
 _Bytes = NDArray[np.uint8]
 _Place = tuple[mmap.mmap, int]
@@ -46,6 +50,8 @@ class WeightMemory:
         #: Where weights were that are gone, by their bytes. ``None``: closed.
         self._free: dict[int, list[_Place]] | None = defaultdict(list)
         self._room = 0 if offload is None else offload.stays
+        #: Experts of a model that is larger than memory.
+        self.experts: ExpertCache | None = None
         #: For weights beyond the bytes that may stay in memory.
         self.file = None if offload is None else WeightFile(offload)
 
@@ -92,6 +98,9 @@ class WeightMemory:
         """Forget the current mapping, which is freed with its weights. With a file, no product may
         run after this."""
         self._mapping = self._free = None
+        if self.experts is not None:
+            self.experts.close()
+            self.experts = None
         if self.file is not None:
             self.file.close()
 

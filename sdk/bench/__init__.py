@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"the model (default: the demo model); {' and '.join(SHAPES)} create a file of random "
         f"4-bit weights, 0.5 GB, in a temporary folder; {', '.join(REAL_SHAPES)} have the shapes "
-        "of published models, 0.5 to 4.3 GB, and stay in the user's cache; gpu measures a GPU's "
+        "of published models, 0.5 to 18 GB, and stay in the user's cache; gpu measures a GPU's "
         "kernels on random weights",
     )
     parser.add_argument(

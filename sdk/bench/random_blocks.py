@@ -146,7 +146,10 @@ class Blocks:
         if tensor.part == "steps":  # of which softplus makes 0.001 to 0.1, evenly by magnitude
             steps = np.exp(draw.uniform(np.log(1e-3), np.log(0.1), shape))
             return np.asarray(np.log(np.expm1(steps)))
-        return draw.standard_normal(shape) / math.sqrt(shape[-1])
+        normal = draw.standard_normal(shape) / math.sqrt(shape[-1])
+        if tensor.part == "skewed":  # longer rows win more often
+            return normal * np.exp(0.5 * draw.standard_normal((shape[0], 1)))
+        return normal
 
     def _bank(self, kind: str, columns: int) -> NDArray[np.uint8]:
         """Blocks ``[n, bytes]`` of normal numbers of variance 1 / columns."""

@@ -42,8 +42,8 @@ class Tensor(NamedTuple):
 
 #: Kinds of float32 values. ``normal``: with the variance of a matrix; ``taps``: the same, of a
 #: convolution; ``decays``: -16 to -1; ``steps``: biases of the steps of a recurrence; ``rope``:
-#: factors of frequencies.
-VALUES = ("ones", "normal", "taps", "decays", "steps", "rope")
+#: factors of frequencies; ``skewed``: of a router, whose experts are not equally popular.
+VALUES = ("ones", "normal", "taps", "decays", "steps", "rope", "skewed")
 
 
 class RealShape(Protocol):
@@ -418,8 +418,58 @@ class Latent:
             yield from block.mlp(hidden, self.shared * self.expert, "_shexp")
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Qwen3 30B-A3B: every layer has a mixture of experts. ``skewed``: tokens prefer some of them,
+    as in trained models; else random routers use all about equally often."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    expert: int
+    experts: int
+    used: int
+    head_dim: int = 128
+    vocab: int = 151936
+    skewed: bool = False
+    architecture: str = "qwen3moe"
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            **_common(self, self.expert, self.kv_heads, 1e6),
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "expert_count": self.experts,
+            "expert_used_count": self.used,
+            "expert_feed_forward_length": self.expert,
+        }
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from _ends(self.vocab, self.hidden, tied=False)
+        hidden, keys = self.hidden, self.kv_heads * self.head_dim
+        for i in range(self.layers):
+            block = _Block(i, self.layers)
+            yield block.norm("attn_norm", hidden)
+            yield block.matrix("attn_q", self.heads * self.head_dim, hidden)
+            yield block.matrix("attn_k", keys, hidden)
+            yield block.value("attn_v", (keys, hidden), i, self.layers)
+            yield block.matrix("attn_output", hidden, self.heads * self.head_dim)
+            yield block.norm("attn_q_norm", self.head_dim)
+            yield block.norm("attn_k_norm", self.head_dim)
+            yield block.norm("ffn_norm", hidden)
+            kind = "skewed" if self.skewed else "normal"
+            yield block.values("ffn_gate_inp.weight", kind, self.experts, hidden)
+            yield from block.mlp(hidden, self.expert, "_exps", self.experts)
+
+
+def _a3b(layers: int, *, skewed: bool = False) -> Experts:
+    return Experts(2048, layers, 32, 4, expert=768, experts=128, used=8, skewed=skewed)
+
+
 #: By name of the bench's model. LLaMA.cpp takes a model of 27 layers for DeepSeek V2 Lite; with all
-#: of its 64 experts the file would have 10 GB.
+#: of its 64 experts the file would have 10 GB. ``random-30b-a3b`` has 18 GB, and 4.9 with 12 of its
+#: 48 layers.
 REAL_SHAPES: Mapping[str, RealShape] = {
     "random-qwen3.5-0.8b": DeltaNet(1024, 24, 8, 2, 3584, v_heads=16),
     "random-qwen3.5-4b": DeltaNet(2560, 32, 16, 4, 9216, v_heads=32),
@@ -437,6 +487,9 @@ REAL_SHAPES: Mapping[str, RealShape] = {
     "random-deepseek-v2-lite": Latent(
         2048, 27, 16, 10944, expert=1408, experts=16, used=6, shared=2
     ),
+    "random-30b-a3b": _a3b(48),
+    "random-30b-a3b-12": _a3b(12),
+    "random-30b-a3b-12-skewed": _a3b(12, skewed=True),
 }
 
 

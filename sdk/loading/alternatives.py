@@ -24,6 +24,7 @@ from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
+from sdk.memory.expert_memory import why_all_stay
 from sdk.memory.plan import Alternative, MemoryPlan
 from sdk.memory.planning import plan_for
 from sdk.memory.products import kernel_shares
@@ -137,8 +138,13 @@ def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -
             *_without_drafts(config, checkpoint),
             *alternatives(config, checkpoint, made),
         )
-        slow = _offloaded(config, checkpoint)
-        helps = [*map(str, others[:3]), *_general_help(config, checkpoint, made), *map(str, slow)]
+        slow = (*_experts_away(config, checkpoint), *_offloaded(config, checkpoint))
+        helps = [
+            *map(str, others[:3]),
+            *_least_with_experts(config, checkpoint, made),
+            *_general_help(config, checkpoint, made),
+            *map(str, slow),
+        ]
     lines = [f"  {line}" for line in helps]
     problem = "\n".join([made.problem, "what would help:", *lines] if lines else [made.problem])
     return replace(made, alternatives=(*others, *slow), problem=problem)
@@ -205,6 +211,41 @@ def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternativ
         return ()
     keeps = made.max_model_len >= _context(config, checkpoint)
     return (Alternative(options, made, 0.0, keeps),)
+
+
+def _experts_away(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
+    """The plan as asked for, with experts that do not fit read from a cache of weights. It costs
+    only time."""
+    if config.weight_cache:
+        return ()
+    made = plan_for(replace(config, weight_cache=True), checkpoint)
+    if not made.fits or made.experts is None:
+        return ()
+    keeps = made.max_model_len >= _context(config, checkpoint)
+    return (Alternative({"weight_cache": True}, made, 0.0, keeps),)
+
+
+def _least_with_experts(
+    config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
+) -> Iterator[str]:
+    """The least memory, where experts may be read from the cache of weights; or why not."""
+    if not config.weight_cache:
+        return
+    model = model_config(config, checkpoint)
+    if why := why_all_stay(config, model):
+        yield f"experts cannot be read from the cache of weights: {why}"
+    if made.experts is None:
+        return
+    low, high = (made.budget or 0) >> 20, -(-2 * made.total >> 20)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = plan_for(replace(config, memory=f"{middle}MiB"), checkpoint).fits
+        low, high = (low, middle) if fits else (middle, high)
+    if plan_for(replace(config, memory=f"{high}MiB"), checkpoint).fits:
+        yield (
+            f"memory='{high}MiB' is the least for these limits: all weights but experts, the "
+            f"workspace, and {made.experts.least} experts of {made.experts.experts}"
+        )
 
 
 def expected_losses() -> tuple[dict[str, float], dict[str, float]]:

@@ -72,7 +72,7 @@ def fork_config(plan: MemoryPlan, values: Mapping[str, Any], /, **options: Any) 
     """
     first = plan.config
     assert first is not None
-    _check_engine(first, values)
+    _check_engine(first, values, has_experts_away=plan.experts is not None)
     given = engine_config(**{"model": first.model, **options})
     for name in options:
         if name not in FREE_OPTIONS and getattr(given, name) != getattr(first, name):
@@ -98,12 +98,15 @@ def fork_config(plan: MemoryPlan, values: Mapping[str, Any], /, **options: Any) 
     return config
 
 
-def _check_engine(config: EngineConfig, values: Mapping[str, Any]) -> None:
+def _check_engine(
+    config: EngineConfig, values: Mapping[str, Any], *, has_experts_away: bool
+) -> None:
     """Only an engine that has all weights in this process's memory can share them."""
     reasons = {
         "its weights are on a GPU": device_of(config) != "cpu",
         "its weights are in other processes too": config.num_ranks > 1,
         "its weights are offloaded (disk_offload)": bool(config.disk_offload),
+        "its experts are not all in memory": has_experts_away,
         "its memory is that of a pool, which counts weights once for each model": isinstance(
             config.memory, MemoryPool
         ),

@@ -496,7 +496,12 @@ def _device(config: EngineConfig) -> str:
 def _offload_options(
     config: EngineConfig, model: ModelConfig, memory: MemoryPlan
 ) -> dict[str, Any]:
-    """The runner's fields for offloaded weights."""
+    """The runner's fields for weights that do not all stay in memory."""
+    if memory.experts is not None:
+        return {
+            "expert_bytes": memory.experts.resident,
+            "least_experts": memory.experts.least,
+        }
     if not memory.offloaded:
         return {}
     if memory.layers_away:

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 from sdk.api.config import EngineConfig
 from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.kernels.dataclass import dataclass
+from sdk.memory.expert_memory import (
+    ExpertBytes,
+    ExpertShare,
+    least_bytes,
+    why_all_stay,
+    without_most_experts,
+)
 from sdk.quant.caches import pages_in_window
 from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
@@ -42,7 +49,8 @@ class WeightBytes:
     offloaded (everything except embedding and head); of that, ``window`` is in memory at a time
     during a step, and ``packing`` while a matrix is packed. ``layers``: the bytes of each layer if
     only whole layers can be offloaded (GPU). ``moving``: the experts of one layer, if they can move
-    between ranks: those that arrive are in memory before the others leave.
+    between ranks: those that arrive are in memory before the others leave. ``experts``: those of
+    all layers, if the model has some.
     """
 
     total: int
@@ -54,6 +62,7 @@ class WeightBytes:
     early: int = 0
     layers: tuple[int, ...] = ()
     moving: int = 0
+    experts: ExpertBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class MemoryDemand:
     replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
     ``windows``: for each window group of the cache the window and the bytes of a frame, which
     ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence.
-    ``row_drafts``: the most draft tokens of one request.
+    ``row_drafts``: the most draft tokens of one request. ``experts``: if not all are in memory.
     """
 
     weights: WeightBytes
@@ -109,6 +118,7 @@ class MemoryDemand:
     windows: tuple[WindowGroup, ...] = ()
     slot_bytes: int = 0
     row_drafts: int = 0
+    experts: ExpertShare | None = None
 
     @property
     def tokenizer(self) -> int:
@@ -313,8 +323,36 @@ def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
     return count, total
 
 
+def with_experts(
+    demand: MemoryDemand, config: EngineConfig, limits: MemoryLimits, threads: int
+) -> MemoryDemand:
+    """The demand if experts for which there is no room are read from the cache of weights."""
+    experts, model = demand.weights.experts, demand.model
+    if not config.weight_cache or experts is None or why_all_stay(config, model):
+        return demand
+    over = _missing_bytes(demand, limits, demand.weights.total)
+    if over <= 0:
+        return demand
+    assert model.experts is not None
+    least, nbytes = least_bytes(experts, model.experts.per_token, threads)
+    resident = max(experts.total - over, nbytes)
+    if resident >= experts.total:
+        return demand
+    share = ExpertShare(
+        experts.total, resident, least, experts.read, sum(experts.matrices.values()) // 2
+    )
+    weights = without_most_experts(demand.weights, share, experts)
+    return replace(demand, weights=weights, experts=share)
+
+
 def _excess_bytes(demand: MemoryDemand, limits: MemoryLimits) -> int:
     """Bytes that must be offloaded so that a request of full length fits."""
+    over = _missing_bytes(demand, limits, max(demand.weights.total, demand.weights.loading))
+    return over + max(demand.weights.window, demand.weights.packing) if over > 0 else 0
+
+
+def _missing_bytes(demand: MemoryDemand, limits: MemoryLimits, loading: int) -> int:
+    """By how much a request of full length does not fit; ``loading``: the peak of a load."""
     context = limits.max_model_len or min(demand.model.max_position, _CONTEXT)
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
     pages = cache_of_request(demand, -(-context // demand.page_size), tokens)
@@ -322,5 +360,4 @@ def _excess_bytes(demand: MemoryDemand, limits: MemoryLimits) -> int:
     scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
     scratch += scratch_bytes(demand, demand.max_num_seqs, tokens, context)
     serving = demand.weights.total + scratch + max(pages, limits.kv_budget or 0)
-    over = max(serving, demand.weights.loading) + demand.tokenizer - limits.budget
-    return over + max(demand.weights.window, demand.weights.packing) if over > 0 else 0
+    return max(serving, loading) + demand.tokenizer - limits.budget

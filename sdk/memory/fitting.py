@@ -82,6 +82,7 @@ def plan_memory(
         draft_tokens=demand.draft_tokens,
         drafting_weights=demand.drafting_weights,
         adapters=demand.adapter_bytes,
+        experts=demand.experts,
     )
     too_few = share.longest * demand.page_size < context
     if too_few or plan.total > limit:

@@ -20,6 +20,7 @@ from sdk.quant.caches import pages_in_window
 
 if TYPE_CHECKING:
     from sdk.api.config import EngineConfig
+    from sdk.memory.expert_memory import ExpertShare
 
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
@@ -67,6 +68,11 @@ class Alternative:
         )
         if self.is_eager:
             text += ", slower: steps are not recorded"
+        if (experts := self.plan.experts) is not None:
+            return (
+                f"{text}, slower: {experts.resident / experts.total:.0%} of the experts stay in "
+                f"memory, up to {format_bytes(experts.missed)} are read for a token"
+            )
         if not self.plan.offloaded:
             return text
         speed = self.plan.tokens_per_second(math.inf)
@@ -88,7 +94,8 @@ class MemoryPlan:
     ``page_bytes``: of the layers that keep all tokens. ``windows``: the memory of layers that keep
     those in their window, with one frame for padding, if it is separate; ``states``: that of
     recurrent states. On a CPU these are shares at the start: memory moves between them as requests
-    need it. ``row_drafts``: the most draft tokens of one request.
+    need it. ``row_drafts``: the most draft tokens of one request. ``experts``: if only some stay in
+    memory, which are part of ``weights``.
     """
 
     budget: int | None
@@ -115,6 +122,7 @@ class MemoryPlan:
     windows: tuple[WindowGroup, ...] = ()
     states: StateSlots | None = None
     row_drafts: int = 0
+    experts: ExpertShare | None = None
     replicas: int = 1
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
@@ -209,6 +217,8 @@ class MemoryPlan:
         system still has them in its page cache.
         """
         on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
+        if self.experts is not None:
+            on_disk = self.experts.missed
         nbytes = self.read - on_disk + context * self.page_bytes // self.page_size
         for group in self.windows:
             nbytes += min(context, group.window) * group.frame_bytes // self.page_size
@@ -266,6 +276,13 @@ class MemoryPlan:
         rows[2:2] = self._rows_of_groups()
         if self.offloaded:
             rows.insert(1, ("offloaded", self.offloaded, "weights read again in every step: slow"))
+        if self.experts is not None:
+            share = self.experts.resident / self.experts.total
+            note = (
+                f"of these are experts: {share:.0%} of all, the others are read from the cache of "
+                f"weights, up to {format_bytes(self.experts.missed)} for a token"
+            )
+            rows.insert(1, ("", self.experts.resident, note))
         if self.drafting_weights:
             rows.insert(1, ("", self.drafting_weights, "of these are the weights that draft"))
         if self.graphs:

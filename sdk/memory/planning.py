@@ -22,6 +22,7 @@ from sdk.memory.demand import (
     MemoryLimits,
     WeightBytes,
     hand_over_bytes,
+    with_experts,
     with_offload,
 )
 from sdk.memory.fitting import plan_memory
@@ -153,6 +154,9 @@ def _plan(
         kv_budget = None if kv_budget is None else kv_budget // replicas
     if config.disk_offload or config.cpu_offload:
         demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
+    else:
+        room = MemoryLimits(limit, kv_budget, config.max_model_len)
+        demand = with_experts(demand, config, room, resolve.threads_of(config))
     made = plan_memory(
         demand,
         budget=budget,

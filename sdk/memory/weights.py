@@ -17,6 +17,7 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.stored_rows import STORED_COLUMNS
 from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
+from sdk.memory.expert_memory import ExpertBytes
 from sdk.memory.resolve import compute_of, model_config
 from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
@@ -42,6 +43,8 @@ _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 #: The same at the beginning, or what is beside the layers.
 _AFTER = re.compile(r"^(?:(?:model\.)?mtp\.|(?:(?:\w+\.){0,2}layers|blk)\.(\d+)\.)")
+#: The projection of an expert back to the hidden size.
+_NARROWS = re.compile(r"down|\bw2\b|output_linear")
 #: The matrix with the keys' and the values' part of all heads of latent attention.
 _BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
@@ -86,6 +89,7 @@ def weight_bytes(
         early=early,
         layers=layers,
         moving=_moving_bytes(config, entries, model),
+        experts=_expert_bytes(entries, model),
     )
 
 
@@ -168,6 +172,28 @@ def _moving_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: M
         return 0
     experts = sum(_held(entry) for entry in entries if _is_expert(entry.name))
     return experts // max(sum(model.experts.layers), 1)
+
+
+def _expert_bytes(entries: Sequence[TensorEntry], model: ModelConfig) -> ExpertBytes | None:
+    """The experts of all layers, which are packed as two matrices each."""
+    if model.experts is None:
+        return None
+    parts: dict[tuple[str, bool], int] = {}
+    for entry in entries:
+        found = _LAYER.search(entry.name)
+        if found is not None and _is_expert(entry.name) and len(entry.shape) > 1:
+            part = found[1], _NARROWS.search(entry.name) is not None
+            parts[part] = parts.get(part, 0) + _held(entry)
+    matrices: dict[int, int] = {}
+    layers: dict[str, int] = {}
+    for (layer, _), nbytes in parts.items():
+        size = nbytes // model.experts.count
+        matrices[size] = matrices.get(size, 0) + model.experts.count
+        layers[layer] = layers.get(layer, 0) + nbytes
+    if not matrices:
+        return None
+    read = sum(parts.values()) * model.experts.per_token // model.experts.count
+    return ExpertBytes(matrices, max(layers.values()), read)
 
 
 def _held(entry: TensorEntry) -> int:

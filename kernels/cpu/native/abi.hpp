@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 41 };
+enum { kAbiVersion = 42 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -63,7 +63,8 @@ enum SourceKind {
 // What every exported function returns.
 // kBadIndex: a token or page id, row, slot or length points outside of its tensor.
 // kRankLost: another rank has ended, gave up, or did not answer in time.
-// kDamaged: a weight of a mapped file does not have the sums that were written with it.
+// kDamaged: a weight of a file does not have the sums that were written with it.
+// kUnreadable: an expert cannot be read from its file.
 enum Status {
     kOk = 0,
     kOutOfMemory = 1,
@@ -72,7 +73,8 @@ enum Status {
     kBadIndex = 4,
     kRankLost = 5,
     kDamaged = 6,
-    kStatusCount = 7
+    kUnreadable = 7,
+    kStatusCount = 8
 };
 
 // A tile of codes: 16 rows by 32 k.
@@ -574,6 +576,29 @@ struct ExpertsArgs {
     const int32_t* active;
     int64_t count;
     int32_t k;
+    int32_t group;             // of `cache`
+    class ExpertCache* cache;  // experts that may be in a file (expert_cache.hpp); null: all are in memory
+};
+
+// Before the products of a group of experts that may be in a file: which ones it needs. `chosen`: which
+// ones it will probably need; then there are neither `active` nor `starts`.
+struct FetchArgs {
+    class ExpertCache* cache;
+    int32_t* active;        // as in GroupArgs; those in memory come first then
+    const int32_t* starts;
+    const int32_t* chosen;  // [rows]; null: the product comes now
+    int64_t count;          // experts
+    int64_t rows;           // set by the runtime
+    int32_t k, group;
+};
+
+// What a cache of experts has done. Of the matrices that products needed: `hits` were in memory, `guessed`
+// were being read or had been read ahead, `missed` neither.
+struct ExpertCounts {
+    int64_t hits, guessed, missed;
+    int64_t asked_ahead;  // matrices asked for by a guess of the router
+    int64_t reads, bytes, reading_ns;
+    int64_t waited_ns;    // by threads of products, together
 };
 
 // out[t][h] = x[t][h] times the weight of head h. Heads of x are x_head apart, tokens x_token; those of out
@@ -784,7 +809,7 @@ struct GatedNormArgs {
 };
 
 // The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
-// Exceptions: kOpAttention, kOpConv, kOpDelta, kOpSpace, kOpSample, kOpGroup, kOpLowRank, and kOpLinear,
+// Exceptions: kOpAttention, kOpConv, kOpDelta, kOpSpace, kOpSample, kOpGroup, kOpFetch, kOpLowRank, and kOpLinear,
 // kOpExperts and kOpHeads except for
 // quantizing their activations; kOpCombine reads rows of other tokens, kOpExchange,
 // kOpTransfer, kOpCombineRanks and kOpGatherRanks those of other ranks. kOpPlaces prepares the step for the others.
@@ -819,7 +844,8 @@ enum OpKind {
     kOpRates = 27,
     kOpGatedNorm = 28,
     kOpHeads = 29,
-    kOpKinds = 30,
+    kOpFetch = 30,
+    kOpKinds = 31,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

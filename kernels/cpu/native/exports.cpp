@@ -4,6 +4,7 @@
 // threads wait for one another; runtimes are independent.
 #include <new>
 
+#include "expert_cache.hpp"
 #include "pack.hpp"
 #include "program.hpp"
 #include "rank_group.hpp"
@@ -154,6 +155,36 @@ EXPORT int embedlm_check(WeightCheck* check) { return compare_sums(check) ? kOk 
 EXPORT int embedlm_read_over(int file, int64_t offset, void* at, int64_t bytes) {
     return read_over(file, offset, at, bytes);
 }
+
+// See ExpertCache.
+EXPORT void* embedlm_experts_create(int file, const char* path, int direct, int readers) {
+    return new (std::nothrow) ExpertCache(file, path, direct != 0, readers);
+}
+
+// The number of the group, or -1: out of memory.
+EXPORT int embedlm_experts_add(void* cache, int layer, int kind, const Weight* const* stored,
+                               Weight* const* views, const int64_t* offsets, int64_t count) {
+    int number = -1;
+    guarded([&]() -> int {
+        number = static_cast<ExpertCache*>(cache)->add(layer, kind, stored, views, offsets, count);
+        return kOk;
+    });
+    return number;
+}
+
+EXPORT int embedlm_experts_reserve(void* cache, int kind, int64_t slots, int64_t bytes) {
+    return guarded([=]() -> int {
+        return static_cast<ExpertCache*>(cache)->reserve(kind, slots, bytes) ? kOk : kOutOfMemory;
+    });
+}
+
+EXPORT void embedlm_experts_counts(void* cache, ExpertCounts* out) {
+    static_cast<ExpertCache*>(cache)->read_counts(out);
+}
+
+EXPORT void embedlm_experts_stop(void* cache) { static_cast<ExpertCache*>(cache)->stop(); }
+
+EXPORT void embedlm_experts_destroy(void* cache) { delete static_cast<ExpertCache*>(cache); }
 
 // A group that nobody has joined yet. Exchanges wait `patience_s` seconds for a rank that is alive.
 // `processes`, `slots`: see RankGroup.

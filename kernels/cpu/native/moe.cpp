@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "expert_cache.hpp"
 #include "file_parts.hpp"
 #include "rank_group.hpp"
 #include "weight_check.hpp"
@@ -314,8 +315,8 @@ size_t expert_private_bytes(const ExpertsArgs& args) {
     return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
 }
 
-bool expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
-                  uint8_t* scratch) {
+Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
+                    uint8_t* scratch) {
     const int64_t strips = strips_of(*args.each.w);
     const int64_t used = args.active[args.count] * strips;
     const int64_t end = least(share.end, used), reach = least(share.reach, used);
@@ -324,21 +325,23 @@ bool expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Ite
         const int64_t first = at / strips * strips, next = first + strips;
         const int32_t* expert = args.active + at / strips;
         ItemRange own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
-        if (reach > next) {  // this thread continues with another expert
+        if (reach > next && !args.cache) {  // this thread continues with another expert
             const Weight& after = *args.experts[expert[1]];
             own.then = after.codes;
             own.then_end = after.codes + code_bytes(after, least(reach - next, strips));
-        } else {
+        } else if (reach <= next) {
             own.then = share.then;
             own.then_end = share.then_end;
         }
-        if (!is_right(*args.experts[*expert])) return false;
-        one_expert(kernels, args, args.experts[*expert], args.starts[*expert],
-                   args.starts[*expert + 1], own, scratch);
-        if (!is_right(*args.experts[*expert])) return false;  // still: see read_over
-        release_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
+        const Weight* w = args.experts[*expert];
+        if (args.cache && !(w = args.cache->acquire(args.group, *expert))) return args.cache->status();
+        if (!is_right(*w)) return kDamaged;
+        one_expert(kernels, args, w, args.starts[*expert], args.starts[*expert + 1], own, scratch);
+        if (!is_right(*w)) return kDamaged;  // still: see read_over
+        if (args.cache) args.cache->release(args.group, *expert, own.end - own.begin);
+        release_strips(args.each.file, *w, own.begin, own.end);
         resumed = true;
         at = next;
     }
-    return true;
+    return kOk;
 }

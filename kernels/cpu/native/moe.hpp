@@ -32,6 +32,6 @@ void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, i
                           int64_t end);
 // Bytes for one thread; an expert has at most one row of each token.
 size_t expert_private_bytes(const ExpertsArgs& args);
-// Some of the expert_strips. False: a weight is damaged (weight_check.hpp).
-bool expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
+// Some of the expert_strips. kDamaged or kUnreadable: an expert cannot be used.
+Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
                   uint8_t* scratch);

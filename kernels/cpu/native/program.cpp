@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention_plan.hpp"
+#include "expert_cache.hpp"
 #include "moe.hpp"
 #include "file_parts.hpp"
 #include "heads.hpp"
@@ -194,6 +195,7 @@ size_t args_size(int kind) {
         case kOpSpace: return sizeof(SpaceArgs);
         case kOpRates: return sizeof(RatesArgs);
         case kOpGatedNorm: return sizeof(GatedNormArgs);
+        case kOpFetch: return sizeof(FetchArgs);
         default: return 0;
     }
 }
@@ -250,6 +252,7 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
         case kOpDelta:
         case kOpSpace:
         case kOpGroup:
+        case kOpFetch:
         case kOpTransfer:
         case kOpSample: add_part(index, kTiles); break;
         case kOpPlaces: break;  // before the threads start: see prepare
@@ -304,7 +307,7 @@ void Program::add_part(int op, Work work, bool alone) {
     // Updates by adapters, most of which have no rows, leave it to the stage before to prefetch; so do
     // operators with states.
     const OpKind own = ops_[(size_t)op].kind;
-    const bool leaves = own == kOpLowRank || own == kOpTransfer || with_states(own);
+    const bool leaves = own == kOpLowRank || own == kOpTransfer || own == kOpFetch || with_states(own);
     if (work == kTiles && !leaves) last_tiles_ = (int)stages_.size();
     const Work kind = work == kMoreRows ? kRows : work;
     stages_.push_back({part, part + 1, count, kind, -1, hinted, alone, -1});
@@ -433,6 +436,10 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             break;
         }
         case kOpGroup: op->group.rows = n; break;
+        case kOpFetch:
+            op->fetch.rows = n;
+            fits = !op->fetch.chosen || n % op->fetch.k == 0;
+            break;
         case kOpTransfer: op->transfer.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
         case kOpConv: return plan_states(op, &op->conv.rows, n, needs);
@@ -505,7 +512,7 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
         return {op.items, op.work < kWorthSharing || most < 1 ? 1 : wanted < most ? wanted : most};
     }
     if (op.kind == kOpSample) return {count, tasks_for(count, count * op.sample.width)};
-    if (op.kind == kOpGroup || op.kind == kOpTransfer) return {1, 1};
+    if (op.kind == kOpGroup || op.kind == kOpFetch || op.kind == kOpTransfer) return {1, 1};
     if (op.kind == kOpExperts) {
         const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
@@ -625,7 +632,7 @@ void Runtime::transfer(const TransferArgs& args) {
 // Whether a weight is what was written. If not, the run has no result.
 bool Runtime::usable(const Weight& w) {
     if (is_right(w)) return true;
-    damaged_ = true;
+    unusable_ = kDamaged;
     return false;
 }
 
@@ -647,13 +654,18 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
         case kOpSpace: kernels->space(&op.space, share.begin, share.end, scratch); break;
         case kOpExperts:
             stream_file_parts(op.experts.each, share, expert_strips(op.experts));
-            if (!expert_tiles(*kernels, op.experts, share, scratch)) damaged_ = true;
+            if (const Status found = expert_tiles(*kernels, op.experts, share, scratch))
+                unusable_ = found;
             break;
         case kOpHeads:
             stream_file_parts(op.heads.each, share, head_strips(op.heads));
             head_tiles(*kernels, op.heads, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
+        case kOpFetch:
+            if (op.fetch.chosen) op.fetch.cache->expect(op.fetch);
+            else op.fetch.cache->fetch(op.fetch);
+            break;
         case kOpTransfer: transfer(op.transfer); break;
         case kOpLowRank:
             (kind == Program::kTiles ? kernels->low_rank_down : kernels->low_rank_up)(
@@ -754,6 +766,6 @@ Status Runtime::run(Program& program, const int64_t* given) {
     Frame frame = {this, &program};
     pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     if (program.times.on()) program.times.add_run(OperatorTimes::now() - begin);
-    if (damaged_.exchange(false)) return kDamaged;
+    if (const int found = unusable_.exchange(kOk)) return (Status)found;
     return group_ && group_->broken() ? kRankLost : transferred_;
 }

@@ -57,6 +57,7 @@ struct Op {
         SpaceArgs space;
         RatesArgs rates;
         GatedNormArgs gated_norm;
+        FetchArgs fetch;
     };
 };
 
@@ -183,7 +184,7 @@ private:
     FilePart* used_ = nullptr;  // last
     RankGroup* group_ = nullptr;  // of the exchanges of the run; null: it has none
     Status transferred_ = kOk;    // by the run so far
-    std::atomic<bool> damaged_{false};  // a weight that the run used
+    std::atomic<int> unusable_{kOk};  // why a weight that the run used is not
     size_t stride_ = 0;
     std::vector<Phase> phases_;
     PackJob packing_ = {};  // without a weight: nothing is being packed

@@ -86,6 +86,10 @@ class RunnerConfig:
     disk_folder: str = ""
     #: The most bytes of the cache of packed weights; 0: it is not used.
     weight_cache: int = 0
+    #: Bytes for experts that stay in memory; 0: all do. Matrices of each size of which that many
+    #: fit at least.
+    expert_bytes: int = 0
+    least_experts: int = 0
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
     #: The layers of each stage; empty: every rank has a part of all.

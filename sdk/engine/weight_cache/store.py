@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sdk.api.errors import OutOfMemoryError
 from sdk.api.sizes import format_bytes
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.weight_cache.folder import WEIGHTS, opened, weights_folder
@@ -23,6 +24,7 @@ from sdk.engine.weight_cache.weights_key import weights_key
 from sdk.engine.weight_cache.writer import NotKept, WeightWriter
 from sdk.kernels.bound import BoundLinear
 from sdk.kernels.cpu import CpuBackend
+from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.cpu.packed_record import bound_of, record_of, tensor_of
 from sdk.kernels.cpu.weight_map import PIECE, WeightMap
 from sdk.kernels.errors import KernelError
@@ -34,6 +36,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, Tensors
 from sdk.quant import weight_record
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.expert_weights import ExpertWeights
 
 #: What a file that others wrote may make of its reader, besides our own errors.
 _UNREADABLE = (
@@ -51,6 +54,10 @@ class WeightStore(Mapping[str, Matrix]):
 
     def __init__(self, ops: Ops, report: Callable[[int, int], None] | None) -> None:
         self._ops, self._report = ops, report
+        #: Experts that are not all in memory.
+        self.experts: ExpertCache | None = None
+        #: Nobody multiplies with experts that were written.
+        self.drops_experts = False
         self._writer: WeightWriter | None = None
         self._map: WeightMap | None = None
         self._records: dict[str, Any] = {}  # not taken yet
@@ -89,19 +96,26 @@ class WeightStore(Mapping[str, Matrix]):
             os.close(file)
             raise
         self._path = path
-        self._map = WeightMap(file, self._index.begin, threads, library)
+        if self.experts is None:
+            self._map = WeightMap(file, self._index.begin, threads, library)
+        else:
+            used = list(_others(self._index.matrices))
+            self._map = WeightMap(file, self._index.begin, threads, library, used)
+            self.experts.place(self._map.base)
         self._records = dict(self._index.matrices)
 
     def attach(self, backend: CpuBackend) -> None:
         """Let a forked child of the backend look after the file too."""
         backend.mapped = self._map
+        backend.experts = self.experts
 
     def __getitem__(self, path: str) -> Matrix:
         record = self._records.pop(path)
         before = self._taken
         try:
+            layer = path.rpartition(".")[0] if "experts" in record["weight"] else ""
             weight = weight_record.weight_of_record(
-                record["weight"], self._ops, self._bound, self._index.tensor
+                record["weight"], self._ops, partial(self._bound, layer), self._index.tensor
             )
             bias, order = record["bias"], record["order"]
             found = Matrix(
@@ -123,7 +137,8 @@ class WeightStore(Mapping[str, Matrix]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def _bound(self, record: Mapping[str, Any]) -> BoundLinear:
+    def _bound(self, layer: str, record: Mapping[str, Any]) -> BoundLinear:
+        """``layer``: of which the weight is an expert."""
         assert self._map is not None
         at, nbytes, first = record["at"], record["bytes"], record["sum"]
         sums = np.array(self._index.sums[first : first - (-nbytes // PIECE)], np.uint64)
@@ -135,7 +150,10 @@ class WeightStore(Mapping[str, Matrix]):
             if not 0 <= start <= start + size <= nbytes:
                 raise DamagedError("a tensor lies outside of its weight")
             tensors[name] = tensor_of(self._map.bytes_at(at + start, size), dtype, tuple(shape))
-        check = self._map.check(at, nbytes, sums)
+        later = bool(layer) and self.experts is not None
+        check = self._map.check(at, nbytes, sums, ahead=not later)
+        if later and self.experts is not None:
+            self.experts.know(check, layer)
         self._taken += nbytes
         return bound_of(record, tensors, check, self._ops.context)
 
@@ -170,6 +188,9 @@ class WeightStore(Mapping[str, Matrix]):
         }
         self._add_waiting()
         self._waiting = found
+        if self.drops_experts and isinstance(matrix.weight, ExpertWeights):
+            matrix.weight.forget()
+            writer.drain()
 
     def _add_waiting(self) -> None:
         assert self._writer is not None
@@ -188,11 +209,27 @@ class WeightStore(Mapping[str, Matrix]):
             self._kept.clear()  # numbers of objects that may end
         if self._map is None:
             return unused
+        if self.experts is not None:
+            self._open_experts(self.experts)
         self._map.read_ahead(partial(_remove_damaged, self._path))
         if self._report is not None:
             self._report(self._index.begin, self._index.begin)
         left = set(unused)
         return [name for name in self._index.unused if name in left]
+
+    def _open_experts(self, experts: ExpertCache) -> None:
+        """:raises KernelError: some are not in the file, or cannot be multiplied from slots."""
+        if self._records_of_experts(self._records) or experts.left or not experts.matrices:
+            raise KernelError(
+                f"memory: expected experts that are read from the cache of weights, found some that "
+                f"it cannot keep or that have several formats in a layer: {self._path}; give enough "
+                "memory for all weights"
+            )
+        experts.open()
+
+    @staticmethod
+    def _records_of_experts(records: Mapping[str, Any]) -> bool:
+        return any("experts" in record["weight"] for record in records.values())
 
     def wait(self) -> None:
         """Until the file is complete, or is given up."""
@@ -202,6 +239,12 @@ class WeightStore(Mapping[str, Matrix]):
     def __str__(self) -> str:
         if self._map is not None:
             size = format_bytes(self._index.begin)
+            if self.experts is not None:
+                slots, count = sum(self.experts.slots.values()), self.experts.matrices
+                return (
+                    f"{size} in {self._path}; {slots} of {count} matrices of experts stay in "
+                    f"memory ({format_bytes(self.experts.nbytes)}), others are read for each use"
+                )
             if self._map.copied:
                 return f"{size} copied from {self._path}: {self._map.copied}"
             return f"{size} mapped from {self._path}, which all processes share"
@@ -213,9 +256,11 @@ class WeightStore(Mapping[str, Matrix]):
 def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: Ops) -> WeightStore:
     """What the cache has for a rank, or a store that fills it, or says why there is none.
 
-    An error never fails the load: the weights are packed then.
+    An error never fails the load: the weights are packed then. Only where experts must be read
+    from the cache, because they are larger than memory, it does.
 
     :raises CheckpointError: the model's files cannot be read.
+    :raises OutOfMemoryError: the experts cannot be in the cache.
     """
     store = WeightStore(ops, checkpoint.on_bytes)
     backends: Sequence[Any] = ops.context.backends
@@ -231,6 +276,11 @@ def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: 
         store.reason = "the model has no file"
     else:
         _find(store, config, mesh, checkpoint, backend)
+    if config.expert_bytes and store.reason:
+        raise OutOfMemoryError(
+            "memory: expected room for all weights, or experts in the cache of weights "
+            f"(weight_cache), which is not used: {store.reason}"
+        )
     return store
 
 
@@ -238,6 +288,24 @@ def _remove_damaged(path: Path) -> None:
     logger.error("%s is damaged and was removed; load the model again", path)
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _others(matrices: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where the weights lie that are not experts: their beginnings in the file, and bytes.
+
+    :raises KeyError: it is not what was written, as other errors of :data:`_UNREADABLE` do.
+    """
+
+    def parts(record: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+        if "packed" in record:
+            yield record["packed"]["at"], record["packed"]["bytes"]
+        elif "permuted" in record:
+            yield from parts(record["permuted"])
+        elif "experts" not in record:
+            for part in record["parts"]:
+                yield from parts(part)
+
+    return sorted(one for record in matrices.values() for one in parts(record["weight"]))
 
 
 def _find(
@@ -252,15 +320,15 @@ def _find(
         folder = weights_folder()
         key = weights_key(checkpoint.path, config, mesh, runtime.level)
         path = folder / f"{key}{WEIGHTS}"
-        if (file := opened(path)) is not None:
-            try:
-                store.read_from(file, path, config.num_threads, runtime.library)
-                checkpoint.on_bytes = None  # the store reports
-                store.attach(backend)
-                return
-            except _UNREADABLE as error:
-                logger.warning("%s is damaged, the weights are packed again: %s", path, error)
-                path.unlink(missing_ok=True)
+        if _read(store, config, path, checkpoint, backend):
+            return
+        if config.expert_bytes:
+            from sdk.engine.weight_cache.packing import pack_experts
+
+            pack_experts(config, mesh, checkpoint)
+            if not _read(store, config, path, checkpoint, backend):
+                store.reason = f"{path} was removed while it was opened"
+            return
         about = {"model": checkpoint.path.name, "level": runtime.level}
         if mesh.size > 1 or mesh.stages > 1:
             about["rank"] = f"{mesh.number + 1} of {mesh.size * mesh.stages}"
@@ -269,3 +337,35 @@ def _find(
     except (OSError, RuntimeError, NotKept) as error:
         store.reason = str(error)
         logger.debug("the cache of weights is not used: %s", error)
+
+
+def _read(
+    store: WeightStore,
+    config: RunnerConfig,
+    path: Path,
+    checkpoint: Checkpoint,
+    backend: CpuBackend,
+) -> bool:
+    """Whether the weights are taken from the file of the cache.
+
+    :raises OSError: it cannot be opened.
+    """
+    if (file := opened(path)) is None:
+        return False
+    runtime = backend.runtime
+    try:
+        if config.expert_bytes:
+            store.experts = ExpertCache(
+                runtime, file, str(path), config.expert_bytes, config.least_experts
+            )
+        store.read_from(file, path, config.num_threads, runtime.library)
+    except _UNREADABLE as error:
+        logger.warning("%s is damaged, the weights are packed again: %s", path, error)
+        path.unlink(missing_ok=True)
+        if store.experts is not None:
+            store.experts.close()
+            store.experts = None
+        return False
+    checkpoint.on_bytes = None  # the store reports
+    store.attach(backend)
+    return True

@@ -74,6 +74,13 @@ class WeightWriter:
         """Write a packed weight, whose tensors do not change any more, and complete its record."""
         self._queue.put((record, tensors))
 
+    def drain(self) -> None:
+        """Wait until what was added is written: its memory is needed for the next weights."""
+        done = threading.Event()
+        self._queue.put(done)
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
+
     def small(self, tensor: Tensor) -> list[Any]:
         """What stands for a small tensor in a record."""
         return self._index.small(
@@ -101,7 +108,12 @@ class WeightWriter:
         part = self._folder / f"{self._name}{PART}"
         try:
             self._write(self._about.ljust(PREAMBLE, b"\0"))
-            while (item := self._queue.get()) is not None and len(item) == 2:
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
+                if len(item) != 2:
+                    break
                 self._write_weight(*item)
                 del item  # the tensors
             if item is None:

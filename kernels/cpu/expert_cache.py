@@ -1,0 +1,223 @@
+"""Experts of a model that is larger than memory: ``native/expert_cache.hpp``.
+
+The matrices lie in a file of the cache of weights. Those that are used often stay in slots, whose
+bytes are given; the others are read when a token is routed to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from ctypes import addressof, byref, c_int64, c_void_p
+from typing import NamedTuple
+
+from sdk.kernels.cpu.library import ExpertCounts, WeightCheck, WeightView
+from sdk.kernels.cpu.packed_weight import Packed
+from sdk.kernels.cpu.runtime import NativeRuntime, check
+from sdk.kernels.errors import KernelError
+from sdk.kernels.lazy_torch import Tensor
+
+#: What reads of a disk begin and end at: kBlock of native/expert_cache.cpp.
+BLOCK = 4096
+#: Threads that read: with four, a disk has its next request before it is done with one.
+READERS = 4
+
+
+class ExpertUse(NamedTuple):
+    """What a cache of experts has done since the model was loaded.
+
+    Of the matrices that products needed, ``hits`` were in memory, ``guessed`` had been asked for
+    by a guess of the router, ``missed`` neither. ``asked_ahead``: matrices that guesses asked for.
+    ``reads``, ``read_bytes``: of the file. ``read_seconds``: of the readers, together;
+    ``waited_seconds``: of threads of products, together.
+    """
+
+    hits: int
+    guessed: int
+    missed: int
+    asked_ahead: int
+    reads: int
+    read_bytes: int
+    read_seconds: float
+    waited_seconds: float
+
+
+class ExpertGroup(NamedTuple):
+    """The matrices of a layer's experts in a cache. ``views``: what the library writes."""
+
+    cache: ExpertCache
+    number: int
+    views: tuple[WeightView, ...]
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Of a matrix, which may begin inside a block of the disk."""
+    return -(-nbytes // BLOCK) * BLOCK + BLOCK
+
+
+def slots_within(budget: int, matrices: Mapping[int, int], least: int) -> dict[int, int]:
+    """How many slots of each size fit ``budget`` bytes. ``matrices``: how many there are, by the
+    bytes of a slot. Each size gets the same share of its matrices, and ``least`` at least.
+
+    :raises KernelError: ``least`` of each do not fit.
+    """
+    slots: dict[int, int] = {}
+    for _ in matrices:  # a size with its least leaves less for the others
+        left = budget - sum(size * count for size, count in slots.items())
+        others = {size: count for size, count in matrices.items() if size not in slots}
+        share = min(left / max(sum(size * count for size, count in others.items()), 1), 1.0)
+        few = {
+            size: min(least, count) for size, count in others.items() if share * count < least
+        }
+        if not few or share >= 1.0:
+            slots |= {size: int(share * count) for size, count in others.items()}
+            break
+        slots |= few
+    needed = sum(size * count for size, count in slots.items())
+    if needed > budget:
+        raise KernelError(f"experts: expected at least {needed} bytes for them, found {budget}")
+    return slots
+
+
+class ExpertCache:
+    """The experts of one model. ``budget``: bytes of all slots; ``least``: matrices of each size
+    that have a slot at least.
+
+    ``file`` is open for reading, and ``path`` is its name; a description of its own is opened.
+    """
+
+    def __init__(
+        self, runtime: NativeRuntime, file: int, path: str, budget: int, least: int
+    ) -> None:
+        self._library, self._budget = runtime.library, budget
+        self._least = max(least, runtime.num_threads + 1)
+        self._file, direct = _open(file)
+        handle = runtime.library.embedlm_experts_create(
+            self._file, os.fsencode(path), direct, READERS
+        )
+        if not handle:
+            os.close(self._file)
+            raise KernelError("experts: out of memory")
+        self._handle: int = handle
+        weakref.finalize(self, _end, self._library, handle, self._file).atexit = False
+        self._kinds: dict[int, int] = {}
+        self._count: dict[int, int] = {}
+        self._base = 0
+        self._layers: dict[str, int] = {}
+        self._owner: dict[int, str] = {}
+        self._groups: dict[int, ExpertGroup] = {}
+        #: A group whose experts will probably be needed: int32 ``[T, k]``.
+        self.expected: tuple[ExpertGroup, Tensor] | None = None
+        #: Slots by their bytes, once all groups are known.
+        self.slots: dict[int, int] = {}
+
+    def place(self, base: int) -> None:
+        """``base``: where the file begins in the mapping to which weights point."""
+        self._base = base
+
+    @property
+    def handle(self) -> int:
+        return self._handle
+
+    @property
+    def matrices(self) -> int:
+        """All that may be in slots."""
+        return sum(self._count.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the slots."""
+        return sum(size * count for size, count in self.slots.items())
+
+    def know(self, check: WeightCheck, layer: str) -> None:
+        """The bytes of ``check`` are a matrix of an expert of ``layer``."""
+        self._owner[addressof(check)] = layer
+
+    @property
+    def left(self) -> list[str]:
+        """Layers with experts that are not in groups."""
+        return sorted(set(self._owner.values()))
+
+    def group(self, weights: Sequence[Packed]) -> ExpertGroup | None:
+        """The matrices of one projection of a layer's experts, before :meth:`open`; ``None``: they
+        are not those of experts."""
+        found = [one for one in (weight.kept for weight in weights) if one is not None]
+        if len(found) != len(weights):
+            return None
+        if (known := self._groups.get(addressof(found[0]))) is not None:
+            return known
+        names = {self._owner.pop(addressof(one), "") for one in found}
+        if names == {""}:
+            return None
+        (name,) = names
+        layer = self._layers.setdefault(name, len(self._layers))
+        size = slot_bytes(max(one.bytes for one in found))
+        kind = self._kinds.setdefault(size, len(self._kinds))
+        self._count[size] = self._count.get(size, 0) + len(found)
+        views = tuple(WeightView.from_buffer_copy(weight.view) for weight in weights)
+        for view in views:
+            view.check = None  # compared whenever it is read
+        count = len(found)
+        number = self._library.embedlm_experts_add(
+            self._handle,
+            layer,
+            kind,
+            (c_void_p * count)(*(addressof(weight.view) for weight in weights)),
+            (c_void_p * count)(*(addressof(view) for view in views)),
+            (c_int64 * count)(*(one.begin - self._base for one in found)),
+            count,
+        )
+        if number < 0:
+            raise KernelError("experts: out of memory")
+        made = self._groups[addressof(found[0])] = ExpertGroup(self, number, views)
+        return made
+
+    def open(self) -> None:
+        """All groups are known: take memory for the slots.
+
+        :raises KernelError: it is too little.
+        """
+        self.slots = slots_within(self._budget, self._count, self._least)
+        for size, count in self.slots.items():
+            check(
+                self._library.embedlm_experts_reserve(
+                    self._handle, self._kinds[size], count, size
+                ),
+                "experts",
+            )
+
+    def use(self) -> ExpertUse:
+        """What it has done so far."""
+        found = ExpertCounts()
+        self._library.embedlm_experts_counts(self._handle, byref(found))
+        return ExpertUse(
+            found.hits,
+            found.guessed,
+            found.missed,
+            found.asked_ahead,
+            found.reads,
+            found.bytes,
+            found.reading_ns / 1e9,
+            found.waited_ns / 1e9,
+        )
+
+    def close(self) -> None:
+        """End the readers. No product may run any more. Idempotent."""
+        self._library.embedlm_experts_stop(self._handle)
+
+
+def _open(file: int) -> tuple[int, bool]:
+    """The same file without the system's page cache, if the file system can do that: what is read
+    is kept here, or not at all."""
+    name = f"/proc/self/fd/{file}"
+    if hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
+    return os.open(name, os.O_RDONLY | os.O_CLOEXEC), False
+
+
+def _end(library: object, handle: int, file: int) -> None:
+    library.embedlm_experts_destroy(handle)  # type: ignore[attr-defined]
+    os.close(file)
