@@ -175,6 +175,8 @@ class _Resource:
         return made, [with_salt(one, asked.cache_salt) for one in asked.prompts], asked
 
     def _check_embeddings(self, encoding_format: str | None, dimensions: int | None) -> None:
+        # openai's marks for arguments that are left out are false
+        encoding_format, dimensions = encoding_format or None, dimensions or None
         if encoding_format not in (None, "float"):
             raise BadRequestError(
                 f"encoding_format: expected 'float', found {safe_repr(encoding_format)}"

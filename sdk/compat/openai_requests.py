@@ -54,6 +54,7 @@ def request_of(
 
     :raises TypeError: an argument is unknown. :raises RequestError: a value is invalid.
     """
+    given = {name: value for name, value in given.items() if not _is_left_out(value)}
     unknown = sorted(given.keys() - known - {"stream"})
     if unknown:
         raise TypeError(f"create() got an unexpected keyword argument {unknown[0]!r}")
@@ -66,6 +67,13 @@ def request_of(
         here["deadline"] = given["timeout"]
     python = {name: extra[name] for name in _PYTHON if name in extra}
     return read(Body({**here, **body}), default.clone(**python) if python else default)
+
+
+def _is_left_out(value: object) -> bool:
+    """Whether it is openai's ``omit`` or ``NOT_GIVEN``, which programs pass for arguments without a
+    value, those of later releases among them."""
+    kind = type(value)
+    return kind.__name__ in ("Omit", "NotGiven") and kind.__module__.split(".")[0] == "openai"
 
 
 def check_ended(answer: CompletionOutput) -> None:

@@ -129,6 +129,24 @@ def test_unknown_and_unsupported_arguments_are_errors(fake_llm: Any) -> None:
     assert llm.requests == []
 
 
+def test_arguments_that_openai_marks_as_left_out_are_not_given(fake_llm: Any) -> None:
+    """Frameworks pass every argument they know, those of later releases too, with openai's mark."""
+
+    class Omit:
+        __module__ = "openai"
+
+        def __bool__(self) -> bool:
+            return False
+
+    omit: Any = Omit()
+    client = OpenAI(fake_llm("hello"))
+    given = {"temperature": omit, "moderation": omit, "stream": omit, "model": omit}
+    assert client.chat.completions.create(messages=ASK, **given).choices[0].message.content
+    client.embeddings.create(input="x", encoding_format=omit, dimensions=omit)
+    with pytest.raises(TypeError, match="moderation"):
+        client.chat.completions.create(messages=ASK, moderation="auto")
+
+
 def test_a_stream_begins_with_the_role_and_ends_with_the_usage(fake_llm: Any) -> None:
     client = OpenAI(fake_llm("one two three"))
     usage = {"include_usage": True}
