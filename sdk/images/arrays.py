@@ -40,8 +40,8 @@ def array_pixels(source: Any, name: str, limits: ImageLimits) -> NDArray[np.uint
     if axis is None:
         hint = ": pass the images of a batch one by one" if len(shape) == 4 else ""
         raise RequestError(f"{name} is an array of shape {list(shape)}, {_EXPECTED}{hint}")
-    sides = shape[:2] if axis == 2 else shape[1:]
-    check_size(*sides, name, limits)
+    height, width = shape[:2] if axis == 2 else shape[1:]
+    check_size(height, width, name, limits)
     array = _tensor_array(source) if tensor else np.asarray(source)
     if len(shape) == 2:
         array = array[..., None]

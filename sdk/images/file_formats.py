@@ -1,5 +1,4 @@
-"""Formats of image files: which one it is, which parts of it hold the first picture, and how that is
-to be turned.
+"""Formats of image files: which one it is, which parts hold the first picture, how it is turned.
 
 Pillow gets only these parts. So comments, profiles, texts and further frames cost neither time nor
 memory, and damaged metadata, about which Pillow would warn, does not matter.
