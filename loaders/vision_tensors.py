@@ -10,7 +10,8 @@ from sdk.kernels.lazy_torch import Tensor
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
 from sdk.loaders.safetensors_reader import StoredTensor
-from sdk.models.vision.family import ROOT, VISION, WHOLE, family, vision_of
+from sdk.models.vision.family import VISION, WHOLE, family, vision_of
+from sdk.quant.checkpoint import VISION_ROOT
 
 #: Files of preprocessing: of transformers 4, and of transformers 5, in which it is a part.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -63,7 +64,7 @@ def named(
 def turned(config: Mapping[str, Any]) -> frozenset[str]:
     """Our names of the tower's matrices that files have as ``[in, out]``."""
     own = family(config[WHOLE]["model_type"]) if WHOLE in config else None
-    return frozenset(() if own is None else (ROOT + name for name in own.names.turned))
+    return frozenset(() if own is None else (VISION_ROOT + name for name in own.names.turned))
 
 
 def as_matrix(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import Fields, without_null
+from sdk.quant.checkpoint import VISION_ROOT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from sdk.models.layers import Source
     from sdk.models.vision.config import VisionConfig
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
-#: What canonical names of a tower's tensors begin with.
-ROOT = "vision."
 #: What a config has beside its text part and its vision part: the keys of the whole model.
 WHOLE = "multimodal_config"
 VISION = "vision_config"
@@ -72,14 +70,14 @@ class VisionNames(NamedTuple):
             if int(number[1]) >= layers:
                 return None
             own = _renamed(number[2], self.layer)
-            return own and f"{ROOT}layers.{number[1]}.{own}"
+            return own and f"{VISION_ROOT}layers.{number[1]}.{own}"
         names = {
             ours: theirs
             for ours, theirs in self.whole.items()
             if ours.startswith("projector.") == of_projector
         }
         own = _renamed(rest, names)
-        return own and ROOT + own
+        return own and VISION_ROOT + own
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str | None:

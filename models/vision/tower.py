@@ -6,7 +6,7 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.host.torch_import import one_mode
@@ -18,11 +18,11 @@ from sdk.models.decoder import Layer
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.vision.config import VisionConfig
-from sdk.models.vision.family import FAMILIES, ROOT, Family, family, vision_of
+from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.patches import color_table, patch_rows
 from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
-from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
@@ -40,7 +40,7 @@ class VisionTensors:
         self.config, self.generation_config = checkpoint.config, checkpoint.generation_config
         self.kv_scales: Mapping[str, float] = {}
         self.processor: Mapping[str, Any] = checkpoint.processor
-        self.on_bytes = None
+        self.on_bytes: Callable[[int, int], None] | None = None
         self.tokenizer: Any = None
 
     def weight(self, name: str) -> Weight:
@@ -66,7 +66,7 @@ class VisionTensors:
 
 
 def _ours(name: str) -> str:
-    return ROOT + name.removeprefix("model.")
+    return VISION_ROOT + name.removeprefix("model.")
 
 
 def build_tower(
