@@ -26,7 +26,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 41
+ABI_VERSION = 42
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -268,8 +268,8 @@ class GateArgs(Structure):
 
 class AnglesArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin")),
-        ("half", c_int64),
+        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin", "axes")),
+        *((name, c_int64) for name in ("half", "axis_stride")),
         ("factor", c_float),
     ]
 
