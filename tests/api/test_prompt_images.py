@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from sdk import RequestError, SamplingParams
+from sdk.api.config import EngineConfig
 from sdk.requests.prompt_kinds import ChatOptions
 from sdk.requests.prompts import Prompt, PromptReader
 from tests.vision_prompts import (
@@ -438,3 +439,34 @@ def test_prompts_with_images_are_never_short(tmp_path: Path) -> None:
     assert not reader.is_short([user(image("a.png"))], None)
     assert not reader.is_short([[user({"type": "image_url", "image_url": {"url": "x"}})]], None)
     assert not reader.is_short({"prompt": "x", "multi_modal_data": {"image": "a.png"}}, None)
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"limit_mm_per_prompt": 3}, "limit_mm_per_prompt: expected {'image': N}"),
+        ({"limit_mm_per_prompt": {"pictures": 3}}, "limit_mm_per_prompt: expected {'image': N}"),
+        ({"limit_mm_per_prompt": {"image": -1}}, r"expected image to be an integer in 0\.\.999"),
+        ({"limit_mm_per_prompt": {"image": True}}, "expected image to be an integer"),
+        ({"limit_mm_per_prompt": {"video": 1}}, r"expected video to be an integer in 0\.\.0"),
+        ({"image_fetcher": "https://x.example"}, "image_fetcher: expected a function"),
+        ({"allowed_local_media_path": "/no/such/folder"}, "allowed_local_media_path: expected a f"),
+        ({"allowed_local_media_path": 3}, "allowed_local_media_path: expected a folder"),
+    ],
+)
+def test_options_of_images_are_checked(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        EngineConfig(model="m", **options)
+
+
+def test_options_of_images(tmp_path: Path) -> None:
+    assert EngineConfig(model="m").most_images == 999
+    limits = {"image": 2, "video": 0}
+    config = EngineConfig(
+        model="m", limit_mm_per_prompt=limits, allowed_local_media_path=tmp_path / "."
+    )
+    assert config.most_images == 2
+    assert config.allowed_local_media_path == str(tmp_path.resolve())
