@@ -191,12 +191,16 @@ def _take_columns(kernel: Any, place: Place, problem: Problem, like: Sequence[An
 
 def _angles(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Angles up to 130,000, and -1 to 1 for the last frequencies."""
-    (inv_freq,) = like
+    inv_freq, axes = like
     half = inv_freq.shape[0]
     positions = place.integers([4095, 0, 131071, 1, 77], torch.int64)
+    given = ()
+    if axes is not None:  # frequencies of three axes, in turns
+        positions = torch.stack([positions, positions.flip(0), positions + 1])
+        given = (place.integers([i % 3 for i in range(half)], torch.int32),)
     frequencies = torch.logspace(0, -5, half, dtype=torch.float64).float().to(place.device)
     cos, sin = place.nan(5, half), place.nan(5, half)
-    kernel.run(positions, frequencies, 1.25, cos, sin)
+    kernel.run(positions, frequencies, 1.25, cos, sin, *given)
     return [("cos", cos, 2.0**-11), ("sin", sin, 2.0**-11)]
 
 

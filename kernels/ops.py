@@ -30,7 +30,6 @@ from sdk.kernels.graph import Recording
 from sdk.kernels.groups import Group, Link
 from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.latent import LatentOps
 from sdk.kernels.layouts import Layout, Pieces, on_device
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
@@ -438,19 +437,25 @@ class Ops:
         return out
 
     def rope_angles(
-        self, positions: Tensor, inv_freq: Tensor, factor: float
+        self, positions: Tensor, inv_freq: Tensor, factor: float, axes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of ``positions[t] * inv_freq[i]``, times ``factor``: float32 ``[T, half]``.
 
-        positions int64 ``[T]``, inv_freq float32 ``[half]``.
+        positions int64 ``[T]``, inv_freq float32 ``[half]``. With ``axes``, int32 ``[half]``,
+        positions are ``[number of axes, T]``, and frequency i turns by those of axis ``axes[i]``,
+        which must be one of them.
         """
-        expect("rope_angles positions", positions, torch.int64, None)
         expect("rope_angles inv_freq", inv_freq, torch.float32, None)
-        tokens, half = positions.shape[0], inv_freq.shape[0]
+        if axes is None:
+            expect("rope_angles positions", positions, torch.int64, None)
+        else:
+            expect("rope_angles positions", positions, torch.int64, None, None)
+            expect("rope_angles axes", axes, torch.int32, inv_freq.shape[0])
+        tokens, half = positions.shape[-1], inv_freq.shape[0]
         cos, sin = self.empty(tokens, half), self.empty(tokens, half)
         if tokens and half:
-            kernel = self._kernel("rope_angles", (inv_freq,))
-            kernel.run(positions, inv_freq, factor, cos, sin)
+            kernel = self._kernel("rope_angles", (inv_freq, axes))
+            kernel.run(positions, inv_freq, factor, cos, sin, *(() if axes is None else (axes,)))
         return cos, sin
 
     def find_places(self, batch: AttentionBatch) -> None:
@@ -570,31 +575,3 @@ class Ops:
                 return self.recording.cut(q, out, attend)
             attend(q, batch, out)
         return out
-
-    def page_recoder(self, layers: Sequence[KVPages]) -> Callable[[int, int], None]:
-        """A function that rewrites a page of one tier as a page of a lower tier, in all ``layers``.
-
-        It takes two page ids, ``source`` and ``target``, whose memory must not overlap. It raises
-        ``KernelError`` if a page does not exist or the target's tier is not lower. The result is
-        the same for any number of threads.
-        """
-        tiers = layers[0].tiers
-        kernel = self._kernel("recode_page", **layers[0].problem())
-        run = kernel.bind(layers)
-
-        def recode(source: int, target: int) -> None:
-            (above, index), (below, at) = page_tier(source), page_tier(target)
-            if not 0 <= above < below < len(tiers):
-                raise KernelError(
-                    "recode: expected a source page in a higher tier than the target page, of "
-                    f"{len(tiers)} tiers, found tiers {above} and {below}"
-                )
-            pages = tiers[above].k.shape[0], tiers[below].k.shape[0]
-            if index >= pages[0] or at >= pages[1]:
-                raise KernelError(
-                    f"recode: expected pages below {pages[0]} and {pages[1]}, "
-                    f"found {index} and {at}"
-                )
-            run(above, index, below, at)
-
-        return recode

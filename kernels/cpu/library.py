@@ -285,8 +285,8 @@ class GateArgs(Structure):
 
 class AnglesArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin")),
-        ("half", c_int64),
+        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin", "axes")),
+        *((name, c_int64) for name in ("half", "axis_stride")),
         ("factor", c_float),
     ]
 

@@ -14,7 +14,7 @@ from sdk.kernels.kv_pages import KVPages
 
 
 class RecodePage:
-    """See :meth:`sdk.kernels.ops.Ops.page_recoder`."""
+    """See :func:`sdk.kernels.page_recoder.page_recoder`."""
 
     name = "cpu.recode_page"
 

@@ -166,15 +166,32 @@ class RopeAngles:
         return None
 
     def run(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        factor: float,
+        cos: Tensor,
+        sin: Tensor,
+        axes: Tensor | None = None,
     ) -> None:
         tokens, half = cos.shape
         inner_contiguous(positions, torch.int64, "rope positions")
         inner_contiguous(inv_freq, torch.float32, "rope inv_freq")
-        if positions.shape != (tokens,) or inv_freq.shape != (half,) or sin.shape != cos.shape:
+        if axes is not None:
+            inner_contiguous(axes, torch.int32, "rope axes")
+            used = axes.min(), axes.max()
+            if positions.dim() != 2 or used[0] < 0 or used[1] >= positions.shape[0]:
+                raise KernelError(
+                    f"rope angles: axes {int(used[0])} to {int(used[1])} do not fit positions "
+                    f"{list(positions.shape)}"
+                )
+        fits = positions.shape[-1] == tokens and positions.dim() == (1 if axes is None else 2)
+        if not fits or inv_freq.shape != (half,) or sin.shape != cos.shape:
             raise KernelError(
                 f"rope angles: positions {list(positions.shape)} and inv_freq "
                 f"{list(inv_freq.shape)} do not fit {list(cos.shape)} and {list(sin.shape)}"
             )
-        args = AnglesArgs(*(x.data_ptr() for x in (positions, inv_freq, cos, sin)), half, factor)
+        pointers = [x.data_ptr() for x in (positions, inv_freq, cos, sin)]
+        pointers.append(0 if axes is None else axes.data_ptr())
+        args = AnglesArgs(*pointers, half, positions.stride(0), factor)
         self._runtime.run(OpKind.ANGLES, args, tokens, "rope angles")

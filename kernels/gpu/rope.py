@@ -171,15 +171,20 @@ def rope_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "axis_stride"])
 def angles_kernel(
-    positions, inv_freq, cos, sin, factor, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``factor`` times cos and sin of ``float32(position) * inv_freq``."""
+    positions, inv_freq, cos, sin, axes, factor, tokens, axis_stride,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``factor`` times cos and sin of ``float32(position) * inv_freq``. With ``axes`` frequency i
+    turns by the positions of that axis, whose rows are ``axis_stride`` numbers apart."""
     after_earlier()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < tokens * HALF
-    position = tl.load(positions + index // HALF, mask=mask, other=0).to(tl.float32)
+    place = index // HALF
+    if axes is not None:
+        place += tl.load(axes + index % HALF, mask=mask, other=0) * axis_stride
+    position = tl.load(positions + place, mask=mask, other=0).to(tl.float32)
     angle = position * tl.load(inv_freq + index % HALF, mask=mask, other=0.0)
     tl.store(cos + index, tl.cos(angle) * factor, mask=mask)
     tl.store(sin + index, tl.sin(angle) * factor, mask=mask)
@@ -278,9 +283,15 @@ class RopeAngles:
         return None
 
     def run(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        factor: float,
+        cos: Tensor,
+        sin: Tensor,
+        axes: Tensor | None = None,
     ) -> None:
-        expect_on_device("rope angles", positions, inv_freq, cos, sin)
+        expect_on_device("rope angles", positions, inv_freq, cos, sin, axes)
         tokens, half = cos.shape
         block = 256
         run_kernel(
@@ -290,7 +301,9 @@ class RopeAngles:
             inv_freq,
             cos,
             sin,
+            axes,
             factor,
+            tokens,
             tokens,
             HALF=half,
             BLOCK=block,

@@ -11,7 +11,7 @@ from sdk.kernels.reference.page_codes import page_floats
 
 
 class RecodePage:
-    """See :meth:`sdk.kernels.ops.Ops.page_recoder`."""
+    """See :func:`sdk.kernels.page_recoder.page_recoder`."""
 
     name = "reference.recode_page"
 

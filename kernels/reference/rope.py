@@ -124,7 +124,8 @@ class RopeAngles:
     """cos and sin of rotary embedding.
 
     positions int64 ``[T]`` and inv_freq float32 ``[half]`` -> cos and sin float32 ``[T, half]``:
-    ``factor * cos(position * inv_freq)``, the angle rounded to float32.
+    ``factor * cos(position * inv_freq)``, the angle rounded to float32. With ``axes``, int32
+    ``[half]``, positions are ``[axes, T]``, and frequency i turns by those of axis ``axes[i]``.
     """
 
     name = "reference.rope_angles"
@@ -133,8 +134,15 @@ class RopeAngles:
         return None
 
     def run(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        factor: float,
+        cos: Tensor,
+        sin: Tensor,
+        axes: Tensor | None = None,
     ) -> None:
-        angle = positions.to(torch.float32).unsqueeze(1) * inv_freq
+        own = positions.unsqueeze(1) if axes is None else positions[axes.long()].T
+        angle = own.to(torch.float32) * inv_freq
         cos.copy_(angle.cos() * factor)
         sin.copy_(angle.sin() * factor)

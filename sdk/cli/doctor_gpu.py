@@ -95,7 +95,7 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     ):
         yield op, (rows(_WIDTH, wide),), {}
     yield "gate", (rows(_WIDTH), rows(_WIDTH)), {"format": "sigmoid"}
-    yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device),), {}
+    yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device), None), {}
     yield "find_places", (16,), {}
     fused = rows((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM).view(2, -1, _HEAD_DIM)
     q, k, v = fused.split_with_sizes([_HEADS, _KV_HEADS, _KV_HEADS], dim=1)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from sdk.api.logprobs import Sampled
 from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
+from sdk.models.vision.image import PromptImage
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
@@ -66,6 +67,7 @@ class SequenceSpec:
     negative_of: str | None = None
     #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
     prompt_embeds: Any = field(default=None, compare=False, repr=False)
+    images: tuple[PromptImage, ...] = ()
 
 
 class Frames(NamedTuple):

@@ -162,7 +162,12 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
     "attention-latent": lambda: latent("float16", "attention"),
     "attention-latent-int8": lambda: latent("int8", "attention"),
     "latent_rope": lambda: latent("fp8", "latent_rope_and_cache"),
-    "rope_angles": lambda: ("rope_angles", (torch.ones(32),), {}),
+    "rope_angles": lambda: ("rope_angles", (torch.ones(32), None), {}),
+    "rope_angles-axes": lambda: (
+        "rope_angles",
+        (torch.ones(32), torch.zeros(32, dtype=torch.int32)),
+        {},
+    ),
     "find_places": lambda: ("find_places", (16,), {}),
     **{
         f"rope_and_cache-{t}": (lambda t=t: rope(t))

@@ -298,6 +298,18 @@ def test_angles_are_exact_far_from_the_origin() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=3e-7)
 
 
+def test_angles_of_three_axes() -> None:
+    positions = torch.tensor([[0, 7, 4095, 9], [3, 131071, 1, 2], [5, 6, 0, 77]])
+    axes = torch.tensor([0, 1, 2, 2, 0] * 4, dtype=torch.int32)
+    inv_freq = 1.0 / 10000 ** (torch.arange(20) / 20)
+    found = [torch.empty(4, 20) for _ in range(2)]
+    wanted = [torch.empty(4, 20) for _ in range(2)]
+    RopeAngles().run(positions, inv_freq, 1.25, *found, axes)
+    ReferenceAngles().run(positions, inv_freq, 1.25, *wanted, axes)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-7)
+
+
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [5, 1, 300, 2], [3] * 33])
 def test_every_token_finds_its_place(counts: list[int]) -> None:
     random = torch.Generator().manual_seed(len(counts))

@@ -200,6 +200,33 @@ def test_angles_are_those_of_the_models(backend: CpuBackend) -> None:
         kernel.run(positions, rope.inv_freq[:23], 1.0, *found)
 
 
+@pytest.mark.parametrize("backends", [["reference"], ["cpu"]])
+def test_each_frequency_turns_by_the_positions_of_its_axis(backends: list[str]) -> None:
+    """As rows of one axis each, taken apart: the same bits."""
+    ops = Ops("cpu", backends=backends)
+    positions = torch.randint(0, 5000, (3, 7), generator=torch.Generator().manual_seed(1))
+    inv_freq = 1.0 / 1e4 ** (torch.arange(11) / 11)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 2, 2, 0, 0, 1], dtype=torch.int32)
+    found = ops.rope_angles(positions, inv_freq, 1.5, axes)
+    each = [ops.rope_angles(row.contiguous(), inv_freq, 1.5) for row in positions]
+    for i, axis in enumerate(axes.tolist()):
+        for x, y in zip(found, each[axis], strict=True):
+            assert torch.equal(x[:, i], y[:, i])
+    wide = torch.zeros(3, 20, dtype=torch.int64)
+    wide[:, 4:11] = positions
+    for x, y in zip(ops.rope_angles(wide[:, 4:11], inv_freq, 1.5, axes), found, strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(KernelError, match="rope_angles axes"):
+        ops.rope_angles(positions, inv_freq, 1.0, axes[:10])
+    with pytest.raises(KernelError, match="rope_angles positions"):
+        ops.rope_angles(positions[0], inv_freq, 1.0, axes)
+    if backends == ["cpu"]:
+        for wrong in (axes + 1, axes - 1):
+            with pytest.raises(KernelError, match="rope angles: axes"):
+                ops.rope_angles(positions, inv_freq, 1.0, wrong)
+    ops.close()
+
+
 def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("rope_and_cache")
     batch, pages = make_batch(16), make_pages(2, 16, 16, "float32")

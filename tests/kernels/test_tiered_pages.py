@@ -18,6 +18,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id
 from sdk.kernels.ops import Ops
+from sdk.kernels.page_recoder import page_recoder
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage
@@ -212,7 +213,7 @@ def test_a_page_that_does_not_exist_is_refused(backend: CpuBackend, place: int) 
 def test_a_page_goes_down_only() -> None:
     ops = Ops("cpu", num_threads=1)
     [pages] = make_cache(64, 1).layers
-    recode = ops.page_recoder([pages])
+    recode = page_recoder(ops.context, [pages])
     for source, target in [(page_id(1, 4), page_id(1, 5)), (page_id(1, 4), page_id(0, 5))]:
         with pytest.raises(KernelError, match="found tiers 1 and"):
             recode(source, target)

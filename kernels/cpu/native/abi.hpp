@@ -309,13 +309,15 @@ struct GateArgs {
     int32_t kind;
 };
 
-// cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32.
+// cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32. With `axes`
+// [half] frequency i turns by the position along axis axes[i], positions[axes[i] * axis_stride + t].
 struct AnglesArgs {
     const int64_t* positions;
     const float* inv_freq;
     float* cos;
     float* sin;
-    int64_t half;
+    const int32_t* axes;
+    int64_t half, axis_stride;
     float factor;
 };
 

@@ -123,8 +123,9 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
 
 static void rope_angles(const AnglesArgs* a, int64_t t_begin, int64_t t_end) {
     for (int64_t t = t_begin; t < t_end; ++t) {
-        const float position = (float)a->positions[t];
+        float position = (float)a->positions[t];
         for (int64_t i = 0; i < a->half; ++i) {
+            if (a->axes) position = (float)a->positions[a->axes[i] * a->axis_stride + t];
             const float angle = position * a->inv_freq[i];
             a->cos[t * a->half + i] = cosf(angle) * a->factor;
             a->sin[t * a->half + i] = sinf(angle) * a->factor;

@@ -16,6 +16,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
+from sdk.kernels.page_recoder import page_recoder
 from sdk.kernels.states import LayerState
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -291,7 +292,7 @@ class KVCache:
             self._memories[0].copy(index, at, above)
             return
         if self._recode is None:
-            self._recode = ops.page_recoder(self.pages)
+            self._recode = page_recoder(ops.context, self.pages)
         self._recode(source, target)
 
     def vacate(self, places: Sequence[int], region: int = 0) -> None:

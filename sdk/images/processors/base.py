@@ -46,6 +46,12 @@ class ImageProcessor(ABC):
     #: No image becomes more tokens.
     most_tokens: int
 
+    @property
+    def written(self) -> str:
+        """The placeholder with what chat templates write around it, for templates that write no
+        images."""
+        return self.placeholder
+
     def read(self, pixels: NDArray[np.uint8]) -> ImageInput:
         """An image, uint8 ``[height, width, 3]``, resized and cut into tiles.
 

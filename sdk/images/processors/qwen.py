@@ -24,6 +24,7 @@ class QwenProcessor(ImageProcessor):
     """One tile, one token for each merged patch."""
 
     placeholder = "<|image_pad|>"
+    written = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def __init__(self, settings: Settings) -> None:
         patch = settings.patch(settings.number("patch_size", 14))
