@@ -80,6 +80,7 @@ class GgufCheckpoint:
         self.unread_keys = unread_keys(self._file, self.architecture, self.rules)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
+        self.processor: Mapping[str, Any] = {}
         self._pulled: set[str] = set()
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())

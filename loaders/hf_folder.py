@@ -16,7 +16,7 @@ from typing import Any
 from sdk.kernels.layouts import Dense
 from sdk.kernels.lazy_torch import Tensor, import_torch, torch
 from sdk.kernels.packages import missing
-from sdk.loaders import mistral_params
+from sdk.loaders import mistral_params, vision_tensors
 from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
@@ -45,7 +45,8 @@ from sdk.models.architecture import (
     states_everything,
 )
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
-from sdk.quant.checkpoint import TensorEntry
+from sdk.models.vision.family import PROCESSOR, VISION, WHOLE
+from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -93,6 +94,10 @@ class HfFolder:
         files = self._open(folder, weights)
         self._quantization = quantization(raw, files.tensors, str(folder))
         self.config: Mapping[str, Any] = self._completed(raw, str(source), files)
+        self.processor: Mapping[str, Any] = vision_tensors.processor_of(folder)
+        if WHOLE in self.config:
+            whole = {**self.config[WHOLE], PROCESSOR: self.processor}
+            self.config = {**self.config, WHOLE: whole}
         generation = folder_file(folder, "generation_config.json")
         self.generation_config: Mapping[str, Any] = (
             {} if generation is None else read_json(generation, MAX_CONFIG)
@@ -101,9 +106,11 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
-        self._tensors, ahead = self._with_next_token(self._named(files))
+        named, of_vision = vision_tensors.named(self.config, self._named(files))
+        self._turned = vision_tensors.turned(self.config)
+        self._tensors, ahead = self._with_next_token(named)
         #: Our name of each tensor whose name is another one in the files.
-        self._stored_names: Mapping[str, str] = ahead
+        self._stored_names: Mapping[str, str] = {**ahead, **of_vision}
         if self._rules.names:
             self._stored_names = {stored.name: name for name, stored in self._tensors.items()}
         if "score.weight" in self._tensors and "lm_head.weight" not in self._tensors:
@@ -155,6 +162,10 @@ class HfFolder:
         if part is not None:
             return self._cut(name, part)
         stored = self._find(name, f"{name}.weight")
+        if name.startswith(VISION_ROOT) and (len(stored.shape) > 2 or name in self._turned):
+            values = self._read(name, stored)
+            self._report(stored)
+            return weight_of(Dense(vision_tensors.as_matrix(values)))
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         turned = self._rules.layers_transposed and name.startswith("model.layers.")
@@ -490,6 +501,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
     raw = {**raw, "model_type": real_type(raw)}
+    vision = vision_tensors.parts(raw)
+    raw.pop(VISION, None)
     check_fixed(raw, source)  # also what a multimodal config has outside its text part
     text = raw.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("model_type"), str):
@@ -512,8 +525,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)
     if states_everything(ours):
-        return ours
-    return with_our_keys(filled_by_transformers(given, source))
+        return {**ours, **vision}
+    return {**with_our_keys(filled_by_transformers(given, source)), **vision}
 
 
 def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from sdk.models.config_fields import Fields, without_null
 from sdk.models.expert_config import LATENT, NAMES, shared_width
 from sdk.models.sliding import sliding_windows
 from sdk.quant.caches import AttentionCache
+from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -147,7 +148,7 @@ def expected_shape(
     ``stored``: the file's, where files of a model differ and either shape is right.
     """
     known = architecture(config.get("model_type"))
-    if known is None:
+    if known is None or name.startswith(VISION_ROOT):  # a tower knows
         return None
     if any(f".{mixer}." in name for mixer in _MIXERS):
         return None  # the mixer knows

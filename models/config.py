@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
@@ -45,8 +45,12 @@ from sdk.models.recurrent import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.rope_config import ropes_of_layers
 from sdk.models.sliding import chunked, sliding_windows
+from sdk.models.vision.family import vision_of
 from sdk.quant.caches import AttentionCache, Cache
 from sdk.quant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.models.vision.config import VisionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class ModelConfig:
     ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
     token keeps, and there is one key head.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
+    ``vision``: its encoder of images, if it has one that is supported.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -139,6 +144,7 @@ class ModelConfig:
     layer_inputs: int = 0
     latent: LatentSpec | None = None
     chunked_windows: bool = False
+    vision: VisionConfig | None = None
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -233,7 +239,10 @@ class ModelConfig:
         :raises UnsupportedError: a rotary scaling, activation or layer type we do not have.
         """
         if isinstance(text := config.get("text_config"), Mapping):
-            return cls.from_dict({**_outer_facts(config), **text})
+            return replace(
+                cls.from_dict({**_outer_facts(config), **text}), vision=vision_of(config)
+            )
+        vision = vision_of(config)
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         own = known or Architecture(model_type)
@@ -277,6 +286,7 @@ class ModelConfig:
             layer_heads=layer_heads,
             layer_caches=caches,
             layer_widths=widths,
+            vision=vision,
             **_numbers(fields, rules, hidden),
             **_of_layers(fields, rules, windows),
             **_of_blocks(fields, rules),

@@ -72,6 +72,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("custom_pipelines", "tokenizer_class", "task_specific_params", "unsloth_fixed"),
                 *("unsloth_version", "_commit_hash", "compression_config", "text_config"),
                 *("vision_config", "audio_config", "language_config", "quantization"),
+                "multimodal_config",  # ours: what a config has beside text and vision
             }
         ),
         "how transformers runs it": frozenset(

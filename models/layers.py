@@ -186,7 +186,8 @@ class Source:
     """One rank's view of a checkpoint, from which a model pulls its weights.
 
     ``layers``: the numbers of those that the rank's stage runs (default: all). ``shared``: what a
-    model of another engine with the same weights has; nothing is pulled then.
+    model of another engine with the same weights has; nothing is pulled then. ``own``: what the
+    model is, if its type does not say it.
     Every method raises :class:`CheckpointError` for a tensor that is missing or has a wrong shape,
     and :class:`AlignmentError` for one that cannot be split over the ranks, with its name.
     ``linears`` collects all projections with their paths.
@@ -201,6 +202,7 @@ class Source:
         max_model_len: int,
         layers: range | None = None,
         shared: Tensors | None = None,
+        own: Architecture | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self._shared = shared or Tensors({}, {})
@@ -212,7 +214,7 @@ class Source:
         self.layers = range(config.num_layers) if layers is None else layers
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
         self.linears: list[tuple[str, Linear]] = []
-        self._rules = architecture(config.model_type) or Architecture(config.model_type)
+        self._rules = own or architecture(config.model_type) or Architecture(config.model_type)
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # headers are read without torch
     from sdk.quant.weight import Weight
 
 
+#: What the names of the tensors of an encoder of images, and of its projector, begin with.
+VISION_ROOT = "vision."
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a file, or the tensors of one packed layer, known from the headers alone.
@@ -53,8 +57,9 @@ class Checkpoint(Protocol):
 
     ``config`` is a dict with the keys of the Hugging Face model's ``config.json``; ``format`` is
     ``"gguf"`` or ``"safetensors"``; ``kv_scales`` holds the file's scales for an 8-bit KV cache by
-    name, which are reported but not used. Set ``on_bytes(done, total)`` to follow the reading, or
-    to stop it by raising.
+    name, which are reported but not used. ``processor``: the keys of the image processor of a
+    vision model, as in its ``preprocessor_config.json``; empty if there is none. Set
+    ``on_bytes(done, total)`` to follow the reading, or to stop it by raising.
     """
 
     path: Path
@@ -62,6 +67,7 @@ class Checkpoint(Protocol):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     kv_scales: Mapping[str, float]
+    processor: Mapping[str, Any]
     on_bytes: Callable[[int, int], None] | None
 
     @property
@@ -102,6 +108,7 @@ class LoadedCheckpoint:
         self.config = checkpoint.config
         self.generation_config = checkpoint.generation_config
         self.kv_scales = checkpoint.kv_scales
+        self.processor = checkpoint.processor
         source = getattr(checkpoint, "inner", checkpoint)
         #: Of a GGUF file: llama.cpp's number of its mixture of types, if it has one.
         self.file_type = getattr(source, "metadata", {}).get("general.file_type")

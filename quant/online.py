@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sdk.kernels.layouts import Dense
-from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
@@ -48,6 +48,8 @@ def online_scheme(name: str) -> Scheme:
 def is_in_block(entry: TensorEntry) -> bool:
     """Whether a tensor of a file is a matrix that online quantization packs."""
     in_block = _IN_BLOCK.search(entry.name) is not None
+    if entry.name.startswith(VISION_ROOT):
+        return False  # towers stay as they are, as in most published files
     return len(entry.shape) == 2 and in_block and not is_router(entry.name)
 
 
@@ -95,7 +97,7 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
     def _packed(self, name: str, weight: Weight) -> Weight:
         if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
             return weight
-        if is_router(name):
+        if is_router(name) or name.startswith(VISION_ROOT):
             return weight
         from sdk.quant.quantize import quantize_rows, quantize_without_data
 

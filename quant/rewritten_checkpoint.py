@@ -30,6 +30,7 @@ class RewrittenCheckpoint:
         self.config: Mapping[str, Any] = inner.config
         self.generation_config: Mapping[str, Any] = inner.generation_config
         self.kv_scales: Mapping[str, float] = inner.kv_scales
+        self.processor: Mapping[str, Any] = inner.processor
         self.pulled: tuple[list[str], list[str]] = ([], [])
         self._change = change
         self._tensors = tensors or {}

@@ -230,6 +230,7 @@ class RandomCheckpoint:
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.kv_scales: Mapping[str, float] = {}
+        self.processor: Mapping[str, Any] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self.tensors: dict[str, Tensor] = {}
         self._offset = known.tensors.norm_offset

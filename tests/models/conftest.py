@@ -79,6 +79,7 @@ class DictCheckpoint:
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.config = dict(config)
         self.generation_config: dict[str, Any] = {}
+        self.processor: dict[str, Any] = {}
         self.tensors = dict(tensors)
         self.pulled: set[str] = set()
 

@@ -105,6 +105,7 @@ class RandomCheckpoint:
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.kv_scales: Mapping[str, float] = {}
+        self.processor: Mapping[str, Any] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self._card = card
         self._kind = kind

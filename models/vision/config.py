@@ -1,0 +1,147 @@
+"""What the library needs to know of a model's encoder of images and of its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from sdk.kernels.dataclass import dataclass
+from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields, activation_named
+from sdk.models.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from sdk.models.config import ModelConfig
+
+#: Of one side of a tile, in pixels. The largest that published models read have 4,096.
+MAX_SIDE = 1 << 16
+#: Pixels as numbers from -1 to 1 (SigLIP), and the statistics of CLIP's images.
+HALF = (0.5, 0.5, 0.5)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+Color = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The encoder of images ("tower") of a model, and how its results become tokens.
+
+    ``family``: which module of ``models/vision`` describes it. ``tower``: its layers, without the
+    last ones where the text reads what comes out of an earlier one. ``patch``: pixels of a patch's
+    side. ``frames``: how many equal pictures a patch has (video models); ``merge``: how many
+    patches per side become one token. ``scale``, ``mean``, ``std``: what becomes of a pixel's
+    number from 0 to 255, ``(number * scale - mean) / std``.
+    ``hidden_size``: features of a token, those of the text model. ``features``: vectors of that
+    size for each token: one, and one for each of ``deepstack``, the layers whose results are added
+    to the first layers of the text model.
+    ``token_id``: the token that stands for a row of the image in a prompt. ``both_ways``: in which
+    layers of the text model the tokens of one image see each other both ways: in all, or in those
+    with a window. ``axes``: the sections of rotary frequencies of the text model that turn by time,
+    row and column.
+    ``max_patches``, ``max_tokens``: of one image, all tiles together.
+    """
+
+    family: str
+    tower: ModelConfig
+    patch: int
+    hidden_size: int
+    token_id: int
+    max_patches: int
+    max_tokens: int
+    merge: int = 1
+    frames: int = 1
+    scale: float = 1 / 255
+    mean: Color = HALF
+    std: Color = HALF
+    deepstack: tuple[int, ...] = ()
+    both_ways: Literal["all", "windows"] | None = None
+    axes: tuple[int, ...] | None = None
+    #: Rows of a square table of learned positions; 0: there is none.
+    positions: int = 0
+
+    @property
+    def features(self) -> int:
+        """Vectors for each token."""
+        return 1 + len(self.deepstack)
+
+
+def encoder_config(
+    fields: Fields,
+    *,
+    eps: float,
+    activation: str,
+    layers: int | None = None,
+    heads: str = "num_attention_heads",
+    depth: str = "num_hidden_layers",
+    attention_bias: bool = True,
+    mlp_bias: bool = True,
+    rotary_dim: int | None = None,
+    theta: float = 10000.0,
+) -> ModelConfig:
+    """The layers of a tower from its part of a config.
+
+    ``layers``: how many of them run (default: all). ``heads``, ``depth``: keys of their numbers.
+    ``rotary_dim``: how many features of a head turn; ``None``: positions are in what they read.
+
+    :raises CheckpointError: names the field, what was expected and what was found.
+    """
+    from sdk.models.config import ModelConfig
+
+    hidden, count = fields.count("hidden_size", MAX_WIDTH), fields.count(heads, MAX_WIDTH)
+    number = fields.count(depth, MAX_LAYERS)
+    if hidden % count and not fields.has("head_dim"):
+        fields.fail(heads, f"a divisor of hidden_size {hidden}", count)
+    head_dim = fields.count("head_dim", 4096, default=hidden // count)
+    turns = RopeSpec(theta, rotary_dim or 0, MAX_SIDE, "none" if rotary_dim is None else "default")
+    return ModelConfig(
+        model_type=fields.text("model_type"),
+        vocab_size=1,
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size", MAX_WIDTH),
+        num_layers=number if layers is None else layers,
+        num_heads=count,
+        num_kv_heads=count,
+        head_dim=head_dim,
+        norm_eps=eps,
+        activation=activation_named(activation, "hidden_act"),
+        max_position=MAX_SIDE,
+        ropes=(turns,),
+        rope_of_layer=(0,) * number,
+        sliding_windows=(None,) * number,
+        attention_scale=head_dim**-0.5,
+        attention_softcap=None,
+        final_softcap=None,
+        embedding_scale=1.0,
+        residual_scale=1.0,
+        logits_scale=1.0,
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        down_bias=mlp_bias,
+        tie_word_embeddings=True,
+        causal=False,
+    )
+
+
+def color(fields: Fields, key: str, default: Color) -> Color:
+    """Three numbers of a processor's config, one for each of red, green and blue."""
+    value = fields.values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        fields.fail(key, "a list of 3 numbers", value)
+    low = 1e-6 if key == "image_std" else 0.0
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, (int, float)) or not low <= one <= 1e6:
+            fields.fail(key, f"numbers of at least {low:g}", value)
+    red, green, blue = map(float, value)
+    return red, green, blue
+
+
+def square(fields: Fields, key: str) -> int:
+    """The side of square tiles or patches: one number, or a list of two equal ones."""
+    value = fields.values.get(key)
+    if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIDE:
+        fields.fail(key, f"one side of squares, 1..{MAX_SIDE}", value)
+    return value

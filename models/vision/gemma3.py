@@ -1,0 +1,70 @@
+"""Gemma 3: SigLIP on square tiles, average pool to a square of tokens, norm, one matrix.
+
+transformers' modeling_gemma3.py and modeling_siglip.py. Tokens of an image see each other both ways
+in all layers of the text model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from sdk.models.config_fields import Fields
+from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.siglip import LAYER, LAYER_NAMES, TOWER, WHOLE_NAMES, siglip_config
+
+if TYPE_CHECKING:
+    from sdk.models.layers import Source
+    from sdk.models.vision.projectors import PooledLinear
+
+#: Crops beside the whole image, with pan and scan.
+CROPS = 4
+
+
+def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
+    tower, patch, side = siglip_config(vision)
+    tokens = whole.count("mm_tokens_per_image", side * side, default=256)
+    tokens_per_side = math.isqrt(tokens)
+    if tokens_per_side**2 != tokens or side % tokens_per_side:
+        whole.fail("mm_tokens_per_image", f"the square of a divisor of {side}", tokens)
+    key = "image_token_id" if whole.has("image_token_id") else "image_token_index"
+    return VisionConfig(
+        "gemma3",
+        tower,
+        patch,
+        hidden,
+        token_id=whole.count(key, 1 << 24, default=262144),
+        max_patches=(CROPS + 1) * side * side,
+        max_tokens=(CROPS + 1) * tokens,
+        merge=side // tokens_per_side,
+        both_ways="all",
+        positions=side * side,
+    )
+
+
+def projector(source: Source, config: VisionConfig) -> PooledLinear:
+    from sdk.models.vision.projectors import PooledLinear
+
+    return PooledLinear(source, config, offset=0.0 if source.checkpoint.format == "gguf" else 1.0)
+
+
+FAMILY = Family(
+    ("gemma3",),
+    LAYER,
+    VisionNames(
+        TOWER,
+        ("multi_modal_projector.",),
+        "encoder.layers",
+        {
+            **WHOLE_NAMES,
+            "projector.norm": "mm_soft_emb_norm",
+            "projector.linear.weight": "mm_input_projection_weight",
+        },
+        LAYER_NAMES,
+        turned=("projector.linear",),
+    ),
+    read,
+    projector,
+    norm_after=True,
+)

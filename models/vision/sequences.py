@@ -1,0 +1,62 @@
+"""The batch of attention for sequences that are read in the step that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.ops import Ops
+
+#: Tokens of a page.
+PAGE_SIZE = 128
+
+
+def num_pages(lengths: Sequence[int]) -> int:
+    """Pages of sequences with these lengths."""
+    return sum(-(-length // PAGE_SIZE) for length in lengths)
+
+
+def sequence_batch(lengths: Sequence[int], ops: Ops) -> AttentionBatch:
+    """Sequences of these lengths, one after the other, each in pages of its own."""
+    each = [-(-length // PAGE_SIZE) for length in lengths]
+    table = np.zeros((len(lengths), max(each)), np.int32)
+    first = 0
+    for row, count in zip(table, each, strict=True):
+        row[:count] = np.arange(first, first + count)
+        first += count
+    tokens, counts = sum(lengths), np.array(lengths, np.int32)
+
+    def sent(values: object) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(ops.device)
+
+    batch = AttentionBatch(
+        positions=sent(np.zeros(tokens, np.int64)),
+        query_start=sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+        context_len=sent(counts),
+        page_table=sent(table),
+        slots=sent(np.zeros(tokens, np.int64)),
+        page_size=PAGE_SIZE,
+        max_query_len=max(lengths),
+        max_context_len=max(lengths),
+        lengths=tuple((length, length) for length in lengths),
+    )
+    ops.find_places(batch)
+    return batch
+
+
+def sequence_pages(pages: int, heads: int, head_dim: int, ops: Ops) -> KVPages:
+    """Empty pages: float32 on a CPU, where 16 bits would be converted for each use."""
+    dtype = ops.activations
+    kind = KV_TYPES[str(dtype).removeprefix("torch.")]
+    shape = (pages, heads, PAGE_SIZE, head_dim)
+    if ops.keys_transposed:
+        turned = torch.zeros(pages, heads, head_dim, PAGE_SIZE, dtype=dtype, device=ops.device)
+        k = turned.transpose(2, 3)
+    else:
+        k = torch.zeros(*shape, dtype=dtype, device=ops.device)
+    return KVPages(k, torch.zeros(*shape, dtype=dtype, device=ops.device), kind, kind)

@@ -1,0 +1,48 @@
+"""SigLIP's tower, which several families have (Zhai et al. 2023, arXiv 2303.15343).
+
+transformers' modeling_siglip.py: LayerNorms, an MLP without a gate, biases, learned positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sdk.models.architecture import LAYER_NORM, LayerRules
+from sdk.models.config_fields import Fields
+from sdk.models.vision.config import encoder_config, square
+
+if TYPE_CHECKING:
+    from sdk.models.config import ModelConfig
+
+LAYER = LayerRules(norm=LAYER_NORM, gated=False)
+#: Spellings of transformers 4 and 5.
+TOWER = ("vision_tower.vision_model.", "vision_tower.")
+WHOLE_NAMES = {
+    "patches": "embeddings.patch_embedding",
+    "positions": "embeddings.position_embedding",
+    "norm": "post_layernorm",
+}
+LAYER_NAMES = {
+    "input_layernorm": "layer_norm1",
+    "post_attention_layernorm": "layer_norm2",
+    "self_attn.q_proj": "self_attn.q_proj",
+    "self_attn.k_proj": "self_attn.k_proj",
+    "self_attn.v_proj": "self_attn.v_proj",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+}
+
+
+def siglip_config(vision: Fields, layers: int | None = None) -> tuple[ModelConfig, int, int]:
+    """The tower, the pixels of a patch's side, and the patches of a tile's side."""
+    tower = encoder_config(
+        vision,
+        eps=vision.positive("layer_norm_eps", default=1e-6),
+        activation=vision.text("hidden_act", default="gelu_pytorch_tanh"),
+        layers=layers,
+    )
+    patch, image = square(vision, "patch_size"), square(vision, "image_size")
+    if image < patch:
+        vision.fail("image_size", f"at least one patch of {patch} pixels", image)
+    return tower, patch, image // patch
