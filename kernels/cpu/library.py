@@ -26,7 +26,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 42
+ABI_VERSION = 43
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -78,6 +78,7 @@ class OpKind(IntEnum):
     GATED_NORM = 28
     HEADS = 29
     FETCH = 30
+    PLACE_ROWS = 31
 
 
 class Count(IntEnum):
@@ -286,8 +287,17 @@ class GateArgs(Structure):
 class AnglesArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin", "axes")),
-        *((name, c_int64) for name in ("half", "axis_stride")),
+        ("shifts", c_void_p),
+        *((name, c_int64) for name in ("half", "axis_stride", "shift_stride")),
         ("factor", c_float),
+    ]
+
+
+class PlaceRowsArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "rows", "index")),
+        *((name, c_int64) for name in ("width", "row_stride", "size")),
+        ("add", c_int32),
     ]
 
 
