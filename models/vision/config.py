@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields, activation_named
+from sdk.models.config_fields import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    activation_named,
+    without_null,
+)
 from sdk.models.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -145,3 +151,32 @@ def square(fields: Fields, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIDE:
         fields.fail(key, f"one side of squares, 1..{MAX_SIDE}", value)
     return value
+
+
+def most_pixels(whole: Fields, default: int) -> int:
+    """The largest image after resizing, of a model that reads images of all shapes."""
+    processor = Fields(without_null(whole.values.get("image_processor") or {}), "image processor")
+    size = Fields(processor.mapping("size"), "image processor: size")
+    given = [(processor, "max_pixels"), (size, "longest_edge"), (size, "max_pixels")]
+    fields, key = next(((own, key) for own, key in given if own.has(key)), given[0])
+    return fields.count(key, MAX_SIDE**2, default=default)
+
+
+def text_axes(
+    whole: Fields, default: tuple[int, int, int], *, interleaved: bool
+) -> tuple[int, ...]:
+    """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
+
+    Sections say how many turn by time, row and column: one section after the other, or taking
+    turns until a section has all of its own. ``default``: those of transformers' class.
+
+    :raises CheckpointError: the sections are not three numbers.
+    """
+    rope = Fields(whole.mapping("text_rope"), "config: rope_parameters")
+    sections = rope.values.get("mrope_section", default)
+    numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
+    if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
+        rope.fail("mrope_section", "3 numbers of frequencies", sections)
+    if not interleaved:
+        return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))

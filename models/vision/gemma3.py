@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from sdk.models.config_fields import Fields
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import Family, VisionNames
-from sdk.models.vision.siglip import LAYER, LAYER_NAMES, TOWER, WHOLE_NAMES, siglip_config
+from sdk.models.vision.positions import learned
+from sdk.models.vision.siglip import (
+    LAYER,
+    LAYER_NAMES,
+    LAYERS,
+    PREFIXES,
+    WHOLE_NAMES,
+    siglip_config,
+)
 
 if TYPE_CHECKING:
     from sdk.models.layers import Source
@@ -53,18 +61,18 @@ FAMILY = Family(
     ("gemma3",),
     LAYER,
     VisionNames(
-        TOWER,
-        ("multi_modal_projector.",),
-        "encoder.layers",
+        {**PREFIXES, "multi_modal_projector.": "projector."},
+        LAYERS,
         {
             **WHOLE_NAMES,
-            "projector.norm": "mm_soft_emb_norm",
-            "projector.linear.weight": "mm_input_projection_weight",
+            "projector.norm": "projector.mm_soft_emb_norm",
+            "projector.linear.weight": "projector.mm_input_projection_weight",
         },
         LAYER_NAMES,
         turned=("projector.linear",),
     ),
     read,
     projector,
+    positions=learned,
     norm_after=True,
 )

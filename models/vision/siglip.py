@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 LAYER = LayerRules(norm=LAYER_NORM, gated=False)
 #: Spellings of transformers 4 and 5.
-TOWER = ("vision_tower.vision_model.", "vision_tower.")
+PREFIXES = {"vision_tower.vision_model.": "tower.", "vision_tower.": "tower."}
+LAYERS = "tower.encoder.layers"
 WHOLE_NAMES = {
-    "patches": "embeddings.patch_embedding",
-    "positions": "embeddings.position_embedding",
-    "norm": "post_layernorm",
+    "patches": "tower.embeddings.patch_embedding",
+    "positions.weight": "tower.embeddings.position_embedding.weight",
+    "norm": "tower.post_layernorm",
 }
 LAYER_NAMES = {
     "input_layernorm": "layer_norm1",
