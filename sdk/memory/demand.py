@@ -147,9 +147,9 @@ def workspace_bytes(demand: MemoryDemand, seqs: int, tokens: int) -> int:
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
     product and output. Other mixers than an attention of one size have more
-    (sdk/memory/mixers.py). The residual and what is added to it are always float32. In addition there
-    are some rows of logits of scored prompt tokens, or copies for logits processors. Every rank has
-    the hidden states and the logits as a whole, and a part of what is between them.
+    (sdk/memory/mixers.py). The residual and what is added to it are always float32. In addition
+    there are some rows of logits of scored prompt tokens, or copies for logits processors. Every
+    rank has the hidden states and the logits as a whole, and a part of what is between them.
     """
     model = demand.model
     rows = min(seqs + demand.draft_tokens, tokens)
