@@ -52,6 +52,13 @@ class GatedDeltaSpec(NamedTuple):
     norm_eps: float | None = None
     name: str = "linear_attn"
 
+    @property
+    def step_width(self) -> int:
+        """See :class:`~sdk.models.recurrent.RecurrentSpec`: the projection with a gate for each
+        value, the convolution, results, results with norm and gate; decays and strengths."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return 2 * (2 * keys + values) + 3 * values + 4 * self.value_heads
+
     def heads(self, rank: int, ranks: int) -> _Heads:
         """The heads of one rank.
 

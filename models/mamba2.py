@@ -64,6 +64,12 @@ class Mamba2Spec(NamedTuple):
         """Features of all heads."""
         return self.heads * self.head_dim
 
+    @property
+    def step_width(self) -> int:
+        """See :class:`~sdk.models.recurrent.RecurrentSpec`: the projection with a gate for each
+        feature, the convolution, results, results with norm and gate; time steps."""
+        return 5 * self.inner + 4 * self.groups * self.state + 2 * self.heads
+
     def cache(self, ranks: int = 1) -> StateCache:
         """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         groups = share_of("groups of Mamba-2", self.groups, ranks)

@@ -18,6 +18,11 @@ class RecurrentSpec(Protocol):
     def name(self) -> str:
         """The mixer's name in a layer."""
 
+    @property
+    def step_width(self) -> int:
+        """Numbers of a token in the tensors that the mixer has in a recorded step: what enters its
+        operators, and their results."""
+
     def cache(self, ranks: int = 1) -> StateCache:
         """What one of ``ranks`` ranks keeps for one sequence.
 

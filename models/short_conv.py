@@ -28,6 +28,12 @@ class ShortConvSpec(NamedTuple):
     bias: bool = False
     name: str = "conv"
 
+    @property
+    def step_width(self) -> int:
+        """See :class:`~sdk.models.recurrent.RecurrentSpec`; results lie where others of the hidden
+        size have been."""
+        return 3 * self.channels
+
     def cache(self, ranks: int = 1) -> StateCache:
         """See :class:`sdk.models.recurrent.RecurrentSpec`."""
         own = share_of("channels of short convolutions", self.channels, ranks)

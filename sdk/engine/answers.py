@@ -221,10 +221,12 @@ class JobAnswers:
         self.params = params = job.params
         self.each: list[Answer] = []
         self.results = ResultReservation(job.result_bytes) if job.result_bytes else None
-        self._kind = params.output_kind
+        kind = params.output_kind
         self._selects = params.num_answers > params.n
         if self._selects:  # the best answers are known only at the end
-            self._kind = RequestOutputKind.FINAL_ONLY
+            kind = RequestOutputKind.FINAL_ONLY
+        self._at_end = kind is RequestOutputKind.FINAL_ONLY
+        self._delta = kind is RequestOutputKind.DELTA
         self._events: Events = ()  # of several answers, merged
         self._merged: list[Events] = []  # what they were merged from
         self.prompt_logprobs: list[Logprobs | None] | None = None
@@ -249,10 +251,10 @@ class JobAnswers:
     def output(self) -> RequestOutput | EmbeddingOutput | PoolingRequestOutput | None:
         """The next output, or None if ``output_kind`` requires none now."""
         finished = self.finished
-        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if self._at_end and not finished:
             return None
-        delta = self._kind is RequestOutputKind.DELTA
-        found = self.each[0].embedding
+        delta, each = self._delta, self.each
+        found = each[0].embedding
         if found is not None:
             return self._pooled(found)
         if self._selects:
@@ -262,7 +264,7 @@ class JobAnswers:
             if params.logprobs is None:  # computed only to find the best
                 outputs = [output._replace(logprobs=None) for output in outputs]
         else:
-            outputs = [one.output(delta) for one in self.each if not delta or one.has_delta]
+            outputs = [one.output(delta) for one in each if not delta or one.has_delta]
         rows = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
@@ -273,7 +275,7 @@ class JobAnswers:
             finished,
             self.metrics(),
             self.lora_request,
-            self.each[0].request.num_cached,
+            each[0].request.num_cached,
         )
 
     def metrics(self) -> RequestMetrics:

@@ -15,6 +15,7 @@ from sdk.memory.expert_memory import (
     why_all_stay,
     without_most_experts,
 )
+from sdk.memory.mixers import mixer_width
 from sdk.quant.caches import pages_in_window
 from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
@@ -155,9 +156,10 @@ def workspace_bytes(demand: MemoryDemand, seqs: int, tokens: int) -> int:
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
-    product and output. The residual and what is added to it are always float32. In addition there
-    are some rows of logits of scored prompt tokens, or copies for logits processors. Every rank has
-    the hidden states and the logits as a whole, and a part of what is between them.
+    product and output. Other mixers than an attention of one size have more
+    (sdk/memory/mixers.py). The residual and what is added to it are always float32. In addition
+    there are some rows of logits of scored prompt tokens, or copies for logits processors. Every
+    rank has the hidden states and the logits as a whole, and a part of what is between them.
     """
     model = demand.model
     rows = min(seqs + demand.draft_tokens, tokens)
@@ -212,7 +214,10 @@ def _link_bytes(demand: MemoryDemand, tokens: int) -> int:
 
 def _token_bytes(model: ModelConfig, demand: MemoryDemand) -> int:
     """Of all ranks together."""
-    short = 4 * demand.ranks * model.hidden_size + 3 * model.intermediate_size
+    mlp, mixers = 3 * model.intermediate_size, mixer_width(model)
+    # A recorded step of a CPU reuses memory for tensors of the same size alone.
+    wide = max(mlp, mixers) if demand.on_cards else mlp + mixers
+    short = 4 * demand.ranks * model.hidden_size + wide
     if model.experts is not None:
         split, whole = 3 * model.experts.width, demand.ranks * model.hidden_size
         if demand.whole_experts:

@@ -59,7 +59,7 @@ def count_again(llm: LLM) -> list[int]:
     replay = graph.replay_again
 
     def replay_again() -> None:
-        rows.append(len(runner._repeated.rows))
+        rows.append(len(runner._repeated.plan.rows))
         replay()
 
     graph.replay_again = replay_again

@@ -144,8 +144,20 @@ def _serve(llm: Any) -> None:
     )
     lengths = [longer] * more + [room] * (count - more)
     llm.generate([prompt(length - answer) for length in lengths], params, use_tqdm=False)
+    if plan.states is not None:
+        _fill_snapshots(llm, words)
     scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
     llm.generate(prompt(min(room, 256) - 1), scored, use_tqdm=False)
+
+
+def _fill_snapshots(llm: Any, words: int) -> None:
+    """Short conversations, each of which leaves a snapshot of its states: twice as many as there
+    are places for."""
+    from sdk import SamplingParams
+
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    for number in range(2 * llm.memory_plan.states.num_slots):
+        llm.generate({"prompt_token_ids": [number % words, 3, 5]}, params, use_tqdm=False)
 
 
 def _serve_structures(llm: Any) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sdk import LLM
 from sdk.kernels.ops import Ops
 from sdk.memory.demand import MemoryDemand, WeightBytes, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 TOKENS = 48
 
@@ -37,8 +40,8 @@ class Counting:
         self.alive -= nbytes
 
 
-def planned(config: Any, dtype: torch.dtype) -> int:
-    """What the plan's workspace has for the activations of ``TOKENS`` tokens."""
+def planned(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> int:
+    """What the plan's workspace has for the activations of so many tokens."""
     demand = MemoryDemand(
         weights=WeightBytes(0, 0, 0),
         model=config,
@@ -46,10 +49,10 @@ def planned(config: Any, dtype: torch.dtype) -> int:
         page_size=1,
         kv_dtype="float32",
         max_num_seqs=1,
-        max_num_batched_tokens=TOKENS,
+        max_num_batched_tokens=tokens,
         activation_bytes=dtype.itemsize,
     )
-    return workspace_bytes(demand, 1, TOKENS) - workspace_bytes(demand, 1, 0)
+    return workspace_bytes(demand, 1, tokens) - workspace_bytes(demand, 1, 0)
 
 
 def held(model_type: str, dtype: torch.dtype) -> tuple[int, int]:
@@ -71,3 +74,33 @@ def test_a_step_holds_no_more_than_is_planned_and_less_in_16_bits(model_type: st
     assert short < 0.75 * wide
     assert wide <= planned_wide
     assert short <= planned_short < planned_wide
+
+
+#: Models whose mixers hold more than an attention of one size.
+MIXERS = [
+    "qwen3_5_text",
+    "lfm2",
+    "granitemoehybrid-experts",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba2",
+    "olmo_hybrid",
+    "gemma4_text-e",
+    "gemma4_text-experts",
+    "deepseek_v2-lite",
+    "deepseek_v3",
+]
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_recorded_step_of_other_mixers_holds_no_more_than_is_planned(
+    name: str, tmp_path: Path
+) -> None:
+    tiny(name.split("-")[0], **ARCHITECTURES[name]).save_pretrained(tmp_path)
+    options = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with LLM(tmp_path, skip_tokenizer_init=True, num_threads=1, **options) as llm:
+        buffers = llm._runner().strategy.graph._buffers
+        blocks = [*buffers._free, *(block for _, block in buffers._lent.values())]
+        held = 4 * sum(block.count for block in blocks)
+        assert held <= planned(llm.model_config, torch.float32, 128)

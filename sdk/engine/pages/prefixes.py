@@ -59,6 +59,8 @@ class Prefixes:
         self.pool = pool
         #: ``None``: pages contain all that there is of their tokens.
         self.groups = groups
+        #: Whether running requests have recurrent states.
+        self.has_states = groups is not None and groups.states is not None
         self._tiered = tiered  # the pool, if it has tiers
         num_tiers = 1 if tiered is None else len(tiered.bits)
         self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers)

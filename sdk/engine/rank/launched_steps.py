@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sdk.engine.plan import StepPlan, StepResult, StepRow
+from sdk.engine.plan import StepPlan, StepResult
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.structured.library import GrammarError
@@ -85,23 +85,23 @@ class RepeatedSteps:
         "_dependent",
         "_drafting",
         "_ones",
-        "_plan",
         "_repeater",
         "_runner",
         "_structured",
         "_tokens",
-        "rows",
+        "plan",
     )
 
     def __init__(
         self,
         runner: StepRunner,
-        rows: Sequence[StepRow],
+        plan: StepPlan,
         batch: StepBatch,
         repeater: Repeater,
         tokens: list[int],
     ) -> None:
-        self.rows = rows
+        #: The last plan that was launched. Launched again, it brings nothing new.
+        self.plan = plan
         self._runner = runner
         self._batch = batch
         self._repeater = repeater
@@ -120,8 +120,7 @@ class RepeatedSteps:
         #: What reads hidden states, and that each row counts.
         drafting = runner.drafting
         self._drafting = drafting if drafting is not None and drafting.reads_hidden else None
-        self._ones = [1] * len(rows)
-        self._plan: StepPlan
+        self._ones = [1] * len(plan.rows)
 
     @property
     def ready(self) -> bool:
@@ -131,11 +130,12 @@ class RepeatedSteps:
 
     def launch(self, plan: StepPlan) -> RepeatedSteps:
         """Launch the same rows, some of which may have new pages."""
-        if plan.new_pages or plan.new_frames:
-            self._runner.add_pages(plan, self._batch)
-            if len(self._deferred) >= _MAX_DEFERRED:
-                self.apply_deferred()
-        self._plan = plan
+        if plan is not self.plan:
+            if plan.new_pages or plan.new_frames:
+                self._runner.add_pages(plan, self._batch)
+                if len(self._deferred) >= _MAX_DEFERRED:
+                    self.apply_deferred()
+            self.plan = plan
         self._repeater.launch(self._tokens, len(self._deferred))
         return self
 
@@ -146,7 +146,7 @@ class RepeatedSteps:
             self.apply_deferred()
             for request in self._batch.requests:
                 request.num_computed += 1
-            step = LaunchedStep(self._runner, self._plan, [self._repeater.launched()], {})
+            step = LaunchedStep(self._runner, self.plan, [self._repeater.launched()], {})
             return self._runner.finish(step)
         results: dict[str, Any] = self._follow_structures(tokens) if self._structured else {}
         if self._drafting is not None:
@@ -155,7 +155,7 @@ class RepeatedSteps:
         self._deferred.append(tokens)
         for row, state in self._dependent:
             state.append((tokens[row],))
-        return StepResult(self._plan.step_id, [(token,) for token in tokens], **results)
+        return StepResult(self.plan.step_id, [(token,) for token in tokens], **results)
 
     def _follow_structures(self, tokens: list[int]) -> dict[str, Any]:
         """Put the tokens of structured answers in the place of those that were drawn.

@@ -207,8 +207,11 @@ class ModelRunner:
         """Launch one step; results must be read in the order of the launches."""
         repeated = self._repeated
         if repeated is not None:
-            changes = plan.copies or plan.state_saves or plan.vacated
-            if plan.rows is repeated.rows and not changes and repeated.ready:
+            known = repeated.plan
+            same = plan is known or (
+                plan.rows is known.rows and not (plan.copies or plan.state_saves or plan.vacated)
+            )
+            if same and repeated.ready:
                 return repeated.launch(plan)
             self._repeated = None
             repeated.apply_deferred()
@@ -401,14 +404,16 @@ class ModelRunner:
             if repeater is not None:
                 tokens = [found[0] for found in result.tokens]
                 self._inputs.set_states(batch.rows, batch.requests)
-                self._repeated = RepeatedSteps(self, plan.rows, batch, repeater, tokens)
+                self._repeated = RepeatedSteps(self, plan, batch, repeater, tokens)
 
     def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
         """Add a plan's new pages and frames to requests whose rows stay the same."""
         self._add_pages(plan)
         self._inputs.wait()
+        changed = {request_id for request_id, _ in (*plan.new_pages, *plan.new_frames)}
         for row, request in enumerate(batch.requests):
-            self._inputs.write_pages(row, request)
+            if request.spec.request_id in changed:
+                self._inputs.write_pages(row, request)
 
     def _add_pages(self, plan: StepPlan) -> None:
         for request_id, pages in plan.new_pages:

@@ -41,10 +41,6 @@ class InFlightBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def need(self, page: list[Request], save: list[Request]) -> None:
-        """Set what the requests of the repeatable batch need for the next step."""
-        self.need_page, self.need_save = page, save
-
     def stop_repeating(self) -> None:
         """The next batch is planned request by request."""
         self.repeatable, self.need_page, self.need_save = None, [], []
