@@ -44,6 +44,8 @@ def _derived(config: dict[str, Any]) -> None:
     for key in _LISTS:
         if isinstance(config.get(key), list):
             config[key] = config[key][:layers]
+    if config.get("share_expert_dims") is not None:  # transformers' other name of it
+        config["shared_expert_intermediate_size"] = config["share_expert_dims"]
     kinds = config.get("layer_types") or [_KINDS[0]] * layers
     sparse = config.get("moe_layers_enum")
     if config.get("mlp_layer_types") is None:
@@ -162,6 +164,7 @@ ARCHITECTURE = Architecture(
             *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "per_layer_config"),
             *("num_sliding_attention_heads", "attention_other_setting", "moe_layers_enum"),
             *("swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors"),
+            "share_expert_dims",
             *(f"{_HEADS}_per_layer", f"{_KV_HEADS}_per_layer"),
         ),
         # of the layers after the last one, and what the code computes whatever a file says
