@@ -205,10 +205,7 @@ FAMILIES = (
         "InternVL 3, MiniCPM-V 4, PaliGemma 2, Moondream, LFM2-VL", (), ("internvl", "paligemma"),
         "vision", ("Gemma 3", "Qwen3"), part="of some the text model, as GGUF",
     ),
-    Family(
-        "Step 3.5, MiMo-V2", ("step35", "mimo2"), ("step3p5", "mimo_v2_flash"),
-        "heads of several sizes", ("gpt-oss",),
-    ),
+    Family("Step 3.5, Step 3.7 (text), MiMo-V2", ("step35", "mimo2"), ("step3p5", "mimo_v2_flash")),
     Family(
         "Laguna, AFMoE, Seed-OSS, Apertus", ("laguna", "afmoe", "seed_oss", "apertus"),
         ("laguna", "afmoe", "seed_oss", "apertus"), "gates of their own",

@@ -123,7 +123,9 @@ def joined_part(name: str, config: Mapping[str, Any]) -> JoinedPart | None:
     path, expert, part, bias = found.groups()
     suffix = "_bias" if bias else ""
     known = architecture(config.get("model_type"))
-    apart = known is not None and (known.tensors.experts_by_rows or not known.layer.gated)
+    apart = known is not None and (
+        known.tensors.experts_by_rows or known.tensors.experts_apart or not known.layer.gated
+    )
     if part == "down" or apart:
         return JoinedPart(f"{path}.{part}_proj{suffix}", int(expert), 0, 1, False)
     interleaved = known is not None and known.tensors.gate_up_interleaved

@@ -242,6 +242,7 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     if "nextn_predict_layers" in rules.keys:
         ahead = keys.integer("nextn_predict_layers", (0, blocks - 1), 0)
     layers = blocks - ahead
+    keys.ahead = ahead
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
     name, key = "num_attention_heads", "attention.head_count"
     each: dict[str, Any] = {}
@@ -255,7 +256,9 @@ def _sizes(keys: Keys, own: Architecture, rules: GgufRules) -> dict[str, Any]:
         raise keys.fail("attention.head_count", heads, f"a divisor of {hidden}")
     width = keys.integer("attention.key_length", LIMITS["head_dim"], hidden // heads)
     values = keys.integer("attention.value_length", LIMITS["head_dim"], width)
-    if values != width and own.config.latent is None:
+    if "v_head_dim" in own.config.keys and own.config.latent is None:
+        each["v_head_dim"] = values
+    elif values != width and own.config.latent is None:
         raise UnsupportedError(
             f"{keys.source}: attention.value_length is {values}, expected attention.key_length "
             f"{width}: different lengths are not supported"

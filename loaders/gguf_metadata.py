@@ -24,6 +24,9 @@ class Keys:
         self.metadata, self.tensors = file.metadata, file.tensors
         self.source = str(file.path)
         self.architecture = architecture
+        #: Blocks of multi-token prediction after the layers: some files count those, too, where
+        #: they have a value for each layer.
+        self.ahead = 0
 
     def fail(self, key: str, value: Any, expected: str) -> CheckpointError:
         return CheckpointError(
@@ -100,8 +103,9 @@ class Keys:
             return default
         if not isinstance(value, np.ndarray):
             return self.integer(key, LIMITS[limit], default)
-        if value.shape != (layers,) or value.dtype.kind not in "iu":
+        if not self._for_each(value, layers) or value.dtype.kind not in "iu":
             raise self.fail(key, f"an array of {len(value)}", f"{layers} integers")
+        value = value[:layers]
         if some:
             value = value[value != 0]
             if default is not None and not len(value):
@@ -141,12 +145,16 @@ class Keys:
         if not isinstance(value, np.ndarray):
             return [self.integer(key, LIMITS[limit])] * layers
         low, high = LIMITS[limit]
-        wrong = value.shape != (layers,) or value.dtype.kind not in "iu"
-        if wrong or not ((value >= low) & (value <= high)).all():
+        wrong = not self._for_each(value, layers) or value.dtype.kind not in "iu"
+        if wrong or not ((value[:layers] >= low) & (value[:layers] <= high)).all():
             raise self.fail(
                 key, f"an array of {len(value)}", f"{layers} integers from {low} to {high}"
             )
-        return [int(one) for one in value]
+        return [int(one) for one in value[:layers]]
+
+    def _for_each(self, value: np.ndarray, layers: int) -> bool:
+        """Whether an array has a value for each layer."""
+        return value.shape in ((layers,), (layers + self.ahead,))
 
     def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]:
         """The ``layer_types`` of a config; without a ``window`` all layers see all tokens.
@@ -157,9 +165,9 @@ class Keys:
         key = "attention.sliding_window_pattern"
         pattern = self.get(key)
         if isinstance(pattern, np.ndarray):
-            if pattern.shape != (layers,):
+            if not self._for_each(pattern, layers):
                 raise self.fail(key, pattern, f"{layers} values")
-            local = [bool(value) for value in pattern]
+            local = [bool(value) for value in pattern[:layers]]
         else:
             every = self.integer(key, (1, 512), period)
             local = [(index + 1) % every != 0 for index in range(layers)]

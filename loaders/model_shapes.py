@@ -76,10 +76,11 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
                 raise CheckpointError(f"{source}: {key} is {item!r}, expected {low} to {high}")
     for key in _POSITIVE_NUMBERS:
         value = config.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{source}: {key} is {value!r}, expected a positive number")
+        each = value[:MAX_LAYERS] if isinstance(value, list) else [value]  # as above
+        for item in each:
+            number = isinstance(item, int | float) and math.isfinite(item) and item > 0
+            if item is not None and not number:
+                raise CheckpointError(f"{source}: {key} is {value!r}, expected a positive number")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise CheckpointError(

@@ -20,15 +20,24 @@ from typing import Any
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.loaders.model_shapes import head_dim
 from sdk.models.architecture import architecture
+from sdk.quant.errors import UnsupportedError
 
 
 def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     """For each row of ours the row of the file, int64; ``None``: they are the same.
 
     ``name``: of the matrix or of its bias.
+
+    :raises UnsupportedError: their order is not known.
     """
     own = architecture(config.get("model_type"))
     stem = name.removesuffix(".bias")
+    if own is not None and own.tensors.qkv_by_rank and stem.endswith(".qkv_proj"):
+        raise UnsupportedError(
+            f"{name}: expected q_proj, k_proj and v_proj, found them joined: files of "
+            f"{own.model_type} have the rows of several ranks one after the other and do not say "
+            "of how many; its GGUF files have them in order"
+        )
     if own is not None and own.tensors.up_before_gate and stem.endswith(".gate_up_proj"):
         width = int(config["intermediate_size"])
         return torch.cat([torch.arange(width, 2 * width), torch.arange(width)])

@@ -145,6 +145,8 @@ class ConfigRules(NamedTuple):
     has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
     ``latent``: the widths of latent attention, if it has that.
+    ``limits(key, fields, layers)``: reads the clamps of MLPs, ``swiglu_limits`` of experts and
+    ``swiglu_limits_shared`` of the others; empty or ``None``: there are none.
     """
 
     keys: tuple[str, ...] = ()
@@ -181,6 +183,7 @@ class ConfigRules(NamedTuple):
     has_experts: Callable[[Fields], bool] | None = None
     layer_inputs: str | None = None
     latent: Callable[[Fields], LatentSpec] | None = None
+    limits: Callable[[str, Fields, int], Sequence[float | None]] | None = None
 
 
 class Norms(NamedTuple):
@@ -258,7 +261,7 @@ class LayerRules(NamedTuple):
     others, without a bias), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
-    ``sinks``: every head has an attention sink.
+    ``sinks``: every head has an attention sink, of all layers or of those with a window.
     ``router``: the name of the router of experts, beside them.
     ``route``: how that chooses and weighs them, except for what a config says of it.
     ``route_bias``: it has a bias of the choice. ``shared_gate``: the sum of shared experts has a
@@ -286,7 +289,7 @@ class LayerRules(NamedTuple):
     norms: Norms = Norms()
     qk_norm: Literal["head", "unweighted", "each_head", "width"] | None = None
     adjacent_pairs: bool = False
-    sinks: bool = False
+    sinks: bool | Literal["windows"] = False
     router: str = "gate"
     route: RouteRule = SOFTMAX
     route_bias: bool = False
@@ -335,6 +338,9 @@ class TensorRules(NamedTuple):
     of one head of keys after the other.
     ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
     one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
+    ``experts_apart``: gate and up of all experts of a layer are two tensors.
+    ``qkv_by_rank``: the rows of ``qkv_proj`` are those of several ranks one after the other; files
+    do not say of how many, so they are refused.
     """
 
     norms_minus_one: bool = False
@@ -347,6 +353,8 @@ class TensorRules(NamedTuple):
     whole_norms: tuple[str, ...] = ()
     up_before_gate: bool = False
     experts_by_rows: bool = False
+    experts_apart: bool = False
+    qkv_by_rank: bool = False
     deltas_by_key_head: bool = False
 
     def norm_offset(self, path: str) -> float:

@@ -59,7 +59,7 @@ class Attention:
         self.ops = source.ops
         self.shares_keys = c.shares_keys(index)
         self.keys_as_values = bool(c.keys_as_values) and c.keys_as_values[index]
-        self.heads, self.head_dim = heads.count, cache.key_dim
+        self.heads, self.head_dim, self.value_dim = heads.count, cache.key_dim, cache.value_dim
         self.kv_heads = 0 if self.shares_keys else heads.kv_count
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
@@ -75,14 +75,16 @@ class Attention:
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
         self.gate = gate
+        wide = cache.value_dim
         keys = (cache.kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        values = (cache.kv_heads * wide, heads.kv_start * wide, heads.kv_count * wide)
         of_queries = 2 * d if gate is not None and gate.with_queries else d
         parts = [("q_proj", count * of_queries, heads.start * of_queries, heads.count * of_queries)]
         if not self.shares_keys:
             parts.append(("k_proj", *keys))
-            parts += [] if self.keys_as_values else [("v_proj", *keys)]
+            parts += [] if self.keys_as_values else [("v_proj", *values)]
         if gate is not None and not gate.with_queries:  # of the same input: of the same product
-            width = 1 if gate.per_head else d
+            width = 1 if gate.per_head else wide
             sizes = (count * width, heads.start * width, heads.count * width)
             parts.append((gate.projection, *sizes))
         head = order = None
@@ -95,15 +97,15 @@ class Attention:
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(
             f"{path}.o_proj",
-            count * d,
-            heads.start * d,
-            heads.count * d,
+            count * wide,
+            heads.start * wide,
+            heads.count * wide,
             bias=c.output_bias,
             reduce=reduce,
         )
         self._pull_norms(source, path, rules, head, plain=plain)
         self.sinks: Tensor | None = None
-        if rules.sinks:
+        if rules.sinks is True or (rules.sinks and self.window is not None):
             sinks = source.vector(f"{path}.sinks", count)
             self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
         self.slopes: Tensor | None = None
@@ -175,18 +177,20 @@ class Attention:
         return self.ops.scale(self.out(y), self.factor)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[T, heads, head_dim]``, and the gate's part, maybe empty."""
+        """Queries and keys ``[T, heads, head_dim]``, values ``[T, heads, value_dim]``, and the
+        gate's part, maybe empty."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        values = 0 if self.keys_as_values else self.kv_heads * self.value_dim
         if self.gate is not None and self.gate.with_queries:
-            parts = qkv.split_with_sizes([queries, queries, keys, keys], dim=1)
+            parts = qkv.split_with_sizes([queries, queries, keys, values], dim=1)
             q, gate, k, v = parts
         else:
-            values = 0 if self.keys_as_values else keys
             rest = qkv.shape[1] - queries - keys - values
             q, k, v, gate = qkv.split_with_sizes([queries, keys, values, rest], dim=1)
             v = k if self.keys_as_values else v
         tokens, d = len(qkv), self.head_dim
-        return q.view(tokens, -1, d), k.view(tokens, -1, d), v.view(tokens, -1, d), gate
+        v = v.view(tokens, -1, self.value_dim)
+        return q.view(tokens, -1, d), k.view(tokens, -1, d), v, gate
 
 
 class WidthNorms:

@@ -51,6 +51,9 @@ from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.vision.config import VisionConfig
+#: A gate is clamped after its activation, from above alone. SiLU is never below -0.2785: so far
+#: from 0 a clamp from both sides is the same.
+LEAST_LIMIT = 0.2785
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class ModelConfig:
     token keeps, and there is one key head.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``vision``: its encoder of images, if it has one that is supported.
+    ``mlp_limits``, ``expert_limits``: the clamp of both factors of an MLP (the shared experts',
+    too) and of an expert in each layer, ``None``: none; empty: of all layers.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -145,6 +150,8 @@ class ModelConfig:
     latent: LatentSpec | None = None
     chunked_windows: bool = False
     vision: VisionConfig | None = None
+    mlp_limits: tuple[float | None, ...] = ()
+    expert_limits: tuple[float | None, ...] = ()
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -204,6 +211,14 @@ class ModelConfig:
         """The width of a layer's MLP."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
 
+    def mlp_limit(self, layer: int) -> float | None:
+        """The clamp of a layer's MLP and shared experts."""
+        return self.mlp_limits[layer] if self.mlp_limits else None
+
+    def expert_limit(self, layer: int) -> float | None:
+        """The clamp of a layer's experts."""
+        return self.expert_limits[layer] if self.expert_limits else None
+
     def like_layer(self, layer: int, *, experts: bool) -> ModelConfig:
         """A model of one layer with attention like that of a layer of this model, and ``experts``
         or an MLP."""
@@ -222,6 +237,8 @@ class ModelConfig:
             keys_as_values=self.keys_as_values[layer : layer + 1],
             intermediate_size=self.width_of(layer),
             layer_widths=(),
+            mlp_limits=self.mlp_limits[layer : layer + 1],
+            expert_limits=self.expert_limits[layer : layer + 1],
         )
 
     @property
@@ -337,7 +354,17 @@ def _of_layers(fields: Fields, rules: ConfigRules, windows: Sequence[int | None]
         "keys_as_values": () if values is None else tuple(values(fields, windows)),
         "layer_inputs": _layer_inputs(fields, rules),
         "chunked_windows": chunked(fields),
+        "mlp_limits": _limits(fields, rules, "swiglu_limits_shared", len(windows)),
+        "expert_limits": _limits(fields, rules, "swiglu_limits", len(windows)),
     }
+
+
+def _limits(fields: Fields, rules: ConfigRules, key: str, layers: int) -> tuple[float | None, ...]:
+    found = () if rules.limits is None else tuple(rules.limits(key, fields, layers))
+    for limit in found:
+        if limit is not None and limit < LEAST_LIMIT:
+            fields.fail(key, f"numbers of at least {LEAST_LIMIT}", limit)
+    return found if any(found) else ()
 
 
 def _checked(

@@ -66,7 +66,8 @@ class CausalLM(Protocol):
 class MLP:
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` if it is not ``gated``.
 
-    ``width``: its features, if they are not the model's. Without ``reduce`` a rank's result is its
+    ``width``: its features, if they are not the model's. ``limit``: the activation of the gate and
+    ``up(x)`` are clamped to this size. Without ``reduce`` a rank's result is its
     part of the sum over ranks.
     """
 
@@ -78,9 +79,10 @@ class MLP:
         *,
         gated: bool = True,
         reduce: bool = True,
+        limit: float | None = None,
     ) -> None:
         c = source.config
-        self.ops = source.ops
+        self.ops, self.limit = source.ops, limit
         self.activation = c.activation
         self.gated = gated
         self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
@@ -89,9 +91,9 @@ class MLP:
         self.gate_factor, self.factor = c.mlp_factors
         names = ("gate_proj", "up_proj") if gated else ("up_proj",)
         parts = [(name, width, start, count) for name in names]
-        #: The projection to the gate, where that is multiplied: then it is not in ``up``.
+        #: The projection to the gate, where that is multiplied or clamped: ``up`` lacks it then.
         self.gate: Projection | None = None
-        if self.gate_factor != 1.0:
+        if self.gate_factor != 1.0 or limit is not None:
             gate, *parts = parts
             self.gate = source.columns(path, "gate_proj", [gate], bias=c.mlp_bias)
         fused = "gate_up_proj" if len(parts) == 2 else "up_proj"
@@ -105,6 +107,11 @@ class MLP:
         return self.up.rounding
 
     def __call__(self, x: Rows) -> Tensor:
+        if self.gate is not None and self.limit is not None:
+            gate = self.ops.activation(self.gate(x), self.activation)
+            gate = self.ops.clamp(self.ops.scale(gate, self.gate_factor), self.limit)
+            up = self.ops.clamp(self.up(x), self.limit)
+            return self.ops.scale(self.down(self.ops.gate(up, gate, "linear")), self.factor)
         if self.gate is not None:
             gate = self.ops.scale(self.gate(x), self.gate_factor)
             return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
@@ -207,11 +214,12 @@ class Layer:
         if blocks.mlp and has_experts and rules.experts_beside is not None:
             self.mlp = MLPBesideExperts(source, path, index, rules, rules.experts_beside)
         elif blocks.mlp and has_experts:
-            self.mlp = _experts(source, f"{path}.mlp", rules)
+            self.mlp = _experts(source, f"{path}.mlp", index, rules)
         elif blocks.mlp:
             width = c.width_of(index)
             where = f"{path}.{rules.dense}"
-            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each)
+            limit = c.mlp_limit(index)
+            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each, limit=limit)
         #: The embedding of each token for this layer, and the number that multiplies its result.
         self.input: LayerInput | None = None
         if c.layer_inputs:
@@ -314,16 +322,16 @@ class Layer:
         return self.ops.scale(x, self.multiplier)
 
 
-def _experts(source: Source, path: str, rules: LayerRules) -> ExpertMLP:
+def _experts(source: Source, path: str, index: int, rules: LayerRules) -> ExpertMLP:
     """The experts of a layer, with the shared ones."""
-    spec = source.config.experts
+    c, spec = source.config, source.config.experts
     assert spec is not None
     shared = None
     if spec.shared_width:
         whole = source.mesh.redundant_experts is not None or spec.inputs is not None
-        where = f"{path}.shared_experts"
-        shared = MLP(source, where, spec.shared_width, gated=rules.gated, reduce=whole)
-    return ExpertMLP(source, path, rules, shared)
+        where, width, limit = f"{path}.shared_experts", spec.shared_width, c.mlp_limit(index)
+        shared = MLP(source, where, width, gated=rules.gated, reduce=whole, limit=limit)
+    return ExpertMLP(source, path, rules, shared, limit=c.expert_limit(index))
 
 
 def layer_rules(config: ModelConfig) -> LayerRules:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rows
     from sdk.models.architecture import LayerRules
     from sdk.models.expert_placement import Placement
-    from sdk.models.layers import Projection, Source
+    from sdk.models.layers import ExpertProjection, Projection, Source
     from sdk.quant.weight import Weight
 
+_GATE = ("gate_proj",)
 _GATE_UP = ("gate_proj", "up_proj")
 _UP = ("up_proj",)
 
@@ -51,17 +52,17 @@ def _sum_bias(source: Source, path: str) -> Tensor | None:
 
 
 class ExpertArrival(NamedTuple):
-    """The weights and biases of an expert that takes a ``place`` among those of this rank."""
+    """The weights and biases of an expert that takes a ``place`` among those of this rank, in the
+    order of :attr:`ExpertMLP.projections`."""
 
     place: int
-    up: tuple[Weight, Tensor | None]
-    down: tuple[Weight, Tensor | None]
+    parts: tuple[tuple[Weight, Tensor | None], ...]
 
 
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
     the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
-    rank, if it has whole ones."""
+    rank, if it has whole ones. ``limit``: see :class:`sdk.models.decoder.MLP`."""
 
     def __init__(
         self,
@@ -69,10 +70,12 @@ class ExpertMLP:
         path: str,
         rules: LayerRules,
         shared: Callable[[Rows], Tensor] | None = None,
+        *,
+        limit: float | None = None,
     ) -> None:
         c = source.config
         assert c.experts is not None
-        self.ops = source.ops
+        self.ops, self.limit = source.ops, limit
         self.mesh = source.mesh
         self.spec = c.experts
         self.activation = c.activation
@@ -98,6 +101,11 @@ class ExpertMLP:
         else:
             cut = self.mesh.columns(self.spec.width)
         self.names = _GATE_UP if rules.gated else _UP
+        #: The projection to the gate, where that is clamped: it is not in ``up`` then.
+        self.gate: ExpertProjection | None = None
+        if limit is not None:
+            self.names = _UP
+            self.gate = source.expert_columns(self.path, _GATE, experts, *cut)
         self.up = source.expert_columns(self.path, self.names, experts, *cut)
         self.down = source.expert_rows(self.path, "down_proj", experts, *cut)
         self.sum_bias = _sum_bias(source, self.path) if rules.experts_bias else None
@@ -135,7 +143,12 @@ class ExpertMLP:
             x = self.ops.gate(x, routes.weights, "linear")
             ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
             routes = replace(routes, weights=ones)
-        if len(self.names) == 2:
+        if self.gate is not None and self.limit is not None:
+            turned = self.ops.activation(self.gate(x, routes), self.activation, routes.used)
+            turned = self.ops.clamp(turned, self.limit)
+            hidden = self.ops.clamp(self.up(x, routes), self.limit)
+            hidden = self.ops.gate(hidden, turned, "linear")
+        elif len(self.names) == 2:
             hidden = self.up.gated(x, routes, self.activation)
         else:
             hidden = self.ops.activation(self.up(x, routes), self.activation, routes.used)
@@ -162,9 +175,12 @@ class ExpertMLP:
         grouped = self.up.weight.grouped
         assert grouped is not None
         logits = self.router(x)
-        self.ops.moe.expect(
-            grouped, logits, self.spec.per_token, self.spec.route, bias=self.bias
-        )
+        self.ops.moe.expect(grouped, logits, self.spec.per_token, self.spec.route, bias=self.bias)
+
+    @property
+    def projections(self) -> tuple[ExpertProjection, ...]:
+        """Those of the experts."""
+        return (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
         """Load the experts that another placement gives this rank.
@@ -174,12 +190,16 @@ class ExpertMLP:
         assert self.share is not None
         arrivals, width = [], self.spec.width
         for place, expert in self.share.arrivals(placement):
-            up = source.expert_column(self.path, self.names, expert, 0, width)
-            down = source.expert_row(self.path, "down_proj", expert, 0, width)
-            for own, (_, bias) in ((self.up, up), (self.down, down)):
+            parts = [
+                source.expert_column(self.path, self.names, expert, 0, width),
+                source.expert_row(self.path, "down_proj", expert, 0, width),
+            ]
+            if self.gate is not None:
+                parts.append(source.expert_column(self.path, _GATE, expert, 0, width))
+            for own, (_, bias) in zip(self.projections, parts, strict=True):
                 if (bias is None) != (own.bias is None):
                     raise CheckpointError(f"{self.path}: expected a bias for every expert or none")
-            arrivals.append(ExpertArrival(place, up, down))
+            arrivals.append(ExpertArrival(place, tuple(parts)))
         return arrivals
 
     def move(self, arrivals: Sequence[ExpertArrival], placement: Placement) -> None:
@@ -189,6 +209,6 @@ class ExpertMLP:
         """
         assert self.share is not None
         for arrival in arrivals:
-            self.up.replace(arrival.place, *arrival.up)
-            self.down.replace(arrival.place, *arrival.down)
+            for own, part in zip(self.projections, arrival.parts, strict=True):
+                own.replace(arrival.place, *part)
         self.share.move(placement)

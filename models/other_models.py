@@ -187,11 +187,8 @@ GROUPS = (
     ),
     Group(
         _SIZES,
-        gguf=("deci", "mimo2", "openelm", "step35"),
-        types=(
-            *("deci", "mimo_v2_flash", "mimo_v2"),
-            *("nemotron-nas", "openelm", "step3p5"),
-        ),
+        gguf=("deci", "openelm"),
+        types=("deci", "nemotron-nas", "openelm"),
     ),
     Group(_BYTES, gguf=(), types=("blt",)),
     Group(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),

@@ -61,6 +61,8 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
         )
     mesh = Mesh(0, size, NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
+    for layer in range(model.num_layers if model.layer_caches or model.layer_heads else 0):
+        mesh.heads(model.heads_of(layer), model.attention_of(layer).kv_heads)
     mesh.columns(model.intermediate_size)
     if model.experts is not None and model.experts.shared_width:
         mesh.columns(model.experts.shared_width)

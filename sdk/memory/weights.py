@@ -48,6 +48,9 @@ _NARROWS = re.compile(r"down|\bw2\b|output_linear")
 #: The matrix with the keys' and the values' part of all heads of latent attention.
 _BOTH_OF_HEADS = re.compile(r"\b(?:kv_b_proj|attn_kv_b)\b")
 
+#: The matrices with the key heads of a layer, alone or beside its queries.
+_KEYS = re.compile(r"\b(?:layers|blk)\.(\d+)\.(?:self_attn\.|attn_)(?:(qkv)|[kv])(?:_proj)?\.")
+
 
 def weight_bytes(
     config: EngineConfig,
@@ -159,11 +162,29 @@ def stays_in_file(entry: TensorEntry) -> bool:
 
 
 def _with_copies(entry: TensorEntry, config: EngineConfig, model: ModelConfig) -> TensorEntry:
-    """The entry with its share of the redundant experts, whichever of them are copied."""
+    """The entry with its share of the redundant experts, whichever of them are copied, and with key
+    heads as often as there are ranks that have them."""
+    if (found := _KEYS.search(entry.name)) is not None and model.latent is None:
+        return _with_copied_heads(entry, config, model, int(found[1]), joined=found[2] is not None)
     if not config.num_redundant_experts or model.experts is None or not _is_expert(entry.name):
         return entry
     slots = model.experts.count + config.num_redundant_experts
     return replace(entry, held=-(-_held(entry) * slots // model.experts.count))
+
+
+def _with_copied_heads(
+    entry: TensorEntry, config: EngineConfig, model: ModelConfig, layer: int, *, joined: bool
+) -> TensorEntry:
+    """``joined``: the tensor has queries, too."""
+    if layer >= model.num_layers or not model.blocks_of(layer).attention:
+        return entry
+    cache, ranks = model.attention_of(layer), config.tensor_parallel_size
+    copies = ranks // cache.kv_heads
+    if copies <= 1:
+        return entry
+    rows, keys = entry.shape[0], cache.kv_heads * (cache.key_dim + cache.value_dim)
+    share = min(keys / rows, 1.0) if joined else 1.0
+    return replace(entry, held=_held(entry) + int(_held(entry) * share * (copies - 1)))
 
 
 def _moving_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig) -> int:

@@ -115,9 +115,7 @@ def test_answers_have_the_bits_of_the_model_in_memory(model: Path, expected: lis
 def test_drafts_do_not_change_answers(model: Path, expected: list[Any]) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     memory = f"{least(model, speculative_config=drafts)}MiB"
-    with LLM(
-        model, memory=memory, weight_cache=True, speculative_config=drafts, **LIMITS
-    ) as llm:
+    with LLM(model, memory=memory, weight_cache=True, speculative_config=drafts, **LIMITS) as llm:
         assert answers(llm) == expected
         assert cache(llm).use().reads > 0
 

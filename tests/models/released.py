@@ -133,6 +133,14 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "lfm2": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "lfm2_moe": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},),
+        "mimo_v2_flash": (
+            {
+                "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL],
+                "mlp_layer_types": ["dense", *["sparse"] * 3],
+                "head_dim": 24,
+                "v_head_dim": 16,
+            },
+        ),
         "mellum": ({"layer_types": _THREE_TO_ONE}, {}),
         "minimax_m3_vl_text": (
             {"layer_types": [_FULL, *["minimax_m3_sparse"] * 3], "index_block_size": 8},

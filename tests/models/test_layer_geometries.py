@@ -227,6 +227,11 @@ def test_answers_are_the_same_alone_together_in_chunks_after_hits_and_preempted(
     name: str, tmp_path: Path
 ) -> None:
     tiny("gemma4_text", **ARCHITECTURES[name]).save_pretrained(tmp_path)
+    check_answers(tmp_path)
+
+
+def check_answers(path: Path) -> None:
+    """Of requests alone, together, after hits, in chunks and preempted."""
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "compute": "exact",
@@ -234,7 +239,7 @@ def test_answers_are_the_same_alone_together_in_chunks_after_hits_and_preempted(
         "max_model_len": 192,
     }
     prompts = [prompt(n, n) for n in (70, 33, 90, 90, 12)]
-    with sdk.LLM(tmp_path, max_num_seqs=4, **options) as llm:
+    with sdk.LLM(path, max_num_seqs=4, **options) as llm:
         alone = [_greedy(llm, [ids])[0] for ids in prompts]
         assert len({tuple(ids) for ids in alone}) > 2
         assert _greedy(llm, prompts) == alone  # after hits, too
@@ -243,9 +248,9 @@ def test_answers_are_the_same_alone_together_in_chunks_after_hits_and_preempted(
         long = [_greedy(llm, [ids], 100)[0] for ids in short]
     options |= {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "max_num_seqs": 4}
     sizes = range(2**15, 2**19, 2**15)
-    plans = (sdk.LLM.plan(tmp_path, kv_cache_memory_bytes=n, **options).fits for n in sizes)
+    plans = (sdk.LLM.plan(path, kv_cache_memory_bytes=n, **options).fits for n in sizes)
     least = next(n for n, fits in zip(sizes, plans, strict=True) if fits)
-    with sdk.LLM(tmp_path, kv_cache_memory_bytes=least, **options) as llm:
+    with sdk.LLM(path, kv_cache_memory_bytes=least, **options) as llm:
         assert _greedy(llm, prompts) == alone
         assert _greedy(llm, short, 100) == long
         assert llm.get_metrics()["num_preemptions"] > 0

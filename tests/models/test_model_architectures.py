@@ -78,6 +78,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 96,
     "final_logit_softcapping": 5.0,
 }
+MIMO = ["full_attention", *["sliding_attention"] * 3]
 #: Widths of latent attention, no two of them alike. Classes compute ``head_dim`` from them.
 LATENT = {
     "q_lora_rank": 40,
@@ -154,6 +155,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_layers": [1, 3],
         "intermediate_size": 48,
         "intermediate_size_mlp": 128,
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 5,
+        "layer_types": [*MIMO, "full_attention"],
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "num_key_value_heads": 1,
+        "sliding_window": 8,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        **EXPERTS,
     },
     "phi3": {"sliding_window": None},
     "phi3-sliding": {"sliding_window": 11},
