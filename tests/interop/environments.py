@@ -77,6 +77,15 @@ ENVIRONMENTS = {
         ),
         torch=False,
     ),
+    # what takes an OpenAI client
+    "frameworks": Environment(
+        (
+            f"-C wheel.cmake=false -e {ROOT}[server,structured]",
+            "openai==2.54.0 pydantic-ai-slim==2.68.0 llama-index-llms-openai-like==0.8.1 "
+            "haystack-ai==3.4.1 pytest",
+        ),
+        torch=False,
+    ),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 

@@ -1,4 +1,5 @@
-"""LangChain's standard tests of the classes in sdk/integrations/langchain.py."""
+"""sdk/integrations where the frameworks are installed: LangChain's standard tests, and frameworks
+with openai's clients."""
 
 from __future__ import annotations
 
@@ -13,10 +14,18 @@ import pytest
 from tests.interop.conftest import HERE, ROOT, surroundings
 
 
-def test_langchains_standard_tests_pass(
-    python: Callable[[str], Path], smollm2: Path, minilm: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("environment", "driver"), [("langchain", "langchain_standard"), ("frameworks", "frameworks")]
+)
+def test_frameworks_run_on_a_model_in_their_process(
+    python: Callable[[str], Path],
+    environment: str,
+    driver: str,
+    smollm2: Path,
+    minilm: Path,
+    tmp_path: Path,
 ) -> None:
-    interpreter = python("langchain")
+    interpreter = python(environment)
     [packages] = (interpreter.parents[1] / "lib").glob("python3*/site-packages")
     own = packages / "sdk" / "kernels" / "cpu"  # the kernels are those of this environment
     own.mkdir(parents=True, exist_ok=True)
@@ -28,10 +37,9 @@ def test_langchains_standard_tests_pass(
         "EMBEDDING_MODEL": str(minilm),
         "PAGE": str(ROOT / "docs" / "guides" / "frameworks.md"),
     }
-    command = [str(interpreter), "-m", "pytest", "-q", "-p", "pytest_asyncio"]
-    command += ["-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    options = ["-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", "/dev/null"]
     done = subprocess.run(
-        [*command, str(HERE / "drivers" / "langchain_standard.py")],
+        [str(interpreter), "-m", "pytest", *options, str(HERE / "drivers" / f"{driver}.py")],
         cwd=tmp_path,
         env={**surroundings(), **given},
         capture_output=True,

@@ -1,0 +1,127 @@
+"""Frameworks with openai's clients on a model in this process, with pytest.
+
+``pytest frameworks.py`` with the environment variables ``CHAT_MODEL`` and ``PAGE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.utils import Secret
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from sdk.integrations.openai import async_client, client
+from sdk.testing import FakeLLM
+
+ASK: Any = [{"role": "user", "content": "A river?"}]
+
+
+@pytest.fixture
+def llm() -> Iterator[FakeLLM]:
+    with FakeLLM("The river Rhine flows north.", seconds_per_token=0.01) as made:
+        yield made
+
+
+def ended(llm: FakeLLM) -> bool:
+    """Whether its requests end within ten seconds."""
+    deadline = time.monotonic() + 10
+    while llm.get_metrics()["num_running"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not llm.get_metrics()["num_running"]
+
+
+def loops() -> int:
+    """Threads with event loops of clients."""
+    return sum(one.name == "sdk-openai" for one in threading.enumerate())
+
+
+def test_streams_come_piece_by_piece_and_closing_one_ends_its_request(llm: FakeLLM) -> None:
+    own = client(llm)
+    assert loops() == 1
+    reply = own.chat.completions.create(model="fake", messages=ASK)
+    assert isinstance(reply, openai.types.chat.ChatCompletion)
+    assert reply.choices[0].message.content == "The river Rhine flows north."
+    stream = own.chat.completions.create(model="fake", messages=ASK, stream=True)
+    first = [next(stream) for _ in range(2)]
+    assert first and llm.get_metrics()["num_running"] == 1  # the answer goes on meanwhile
+    stream.close()
+    assert ended(llm)
+    with pytest.raises(openai.BadRequestError, match="expected a list of messages"):
+        own.chat.completions.create(model="fake", messages=[])
+    own.close()
+    assert loops() == 0
+
+
+def test_tasks_run_together_and_a_cancelled_one_ends(llm: FakeLLM) -> None:
+    async def run() -> list[Any]:
+        own = async_client(llm)
+        create = own.chat.completions.create
+        replies = await asyncio.gather(*(create(model="fake", messages=ASK) for _ in range(8)))
+        task = asyncio.ensure_future(create(model="fake", messages=ASK))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await own.close()
+        return replies
+
+    assert len(asyncio.run(run())) == 8
+    assert ended(llm)
+
+
+def test_several_models_answer_by_name(llm: FakeLLM) -> None:
+    with FakeLLM("Another.") as other:
+        own = client({"one": llm, "two": other})
+        reply = own.chat.completions.create(model="two", messages=ASK)
+        assert reply.choices[0].message.content == "Another."
+        with pytest.raises(openai.NotFoundError, match="three"):
+            own.chat.completions.create(model="three", messages=ASK)
+        own.close()
+
+
+def test_an_agent_of_pydantic_ai_calls_its_tool() -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    with FakeLLM([call, "Sunny."]) as llm:
+        provider = OpenAIProvider(openai_client=async_client(llm))
+        agent = Agent(OpenAIChatModel("fake", provider=provider))
+        asked: list[str] = []
+
+        @agent.tool_plain
+        def weather(city: str) -> str:
+            asked.append(city)
+            return "21 degrees"
+
+        assert agent.run_sync("Weather in Rome?").output == "Sunny."
+        assert asked == ["Rome"]
+
+
+def test_haystack_generates(llm: FakeLLM) -> None:
+    generator = OpenAIChatGenerator(api_key=Secret.from_token("none"), model="fake")
+    generator.client = client(llm)
+    [reply] = generator.run([ChatMessage.from_user("A river?")])["replies"]
+    assert reply.text == "The river Rhine flows north."
+    generator.client.close()
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(os.environ["PAGE"]).read_text(encoding="utf-8")
+    section = text.split("## Frameworks with an OpenAI client")[1].split("\n## ")[0]
+    (tmp_path / "model.gguf").symlink_to(os.environ["CHAT_MODEL"])
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "frameworks.md", "exec"), {})
