@@ -106,7 +106,9 @@ class MoEOps:
             return
         weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
         parts = [rule.gate, *["bias"] * (bias is not None), *["groups"] * (rule.groups > 1)]
-        kernel = self._context.kernel("route", (logits, k, rule, bias, None), format=" ".join(parts))
+        kernel = self._context.kernel(
+            "route", (logits, k, rule, bias, None), format=" ".join(parts)
+        )
         kernel.run(logits.contiguous(), rule, bias, chosen, weights, None)
         group.expect(chosen)
 

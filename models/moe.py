@@ -162,9 +162,7 @@ class ExpertMLP:
         grouped = self.up.weight.grouped
         assert grouped is not None
         logits = self.router(x)
-        self.ops.moe.expect(
-            grouped, logits, self.spec.per_token, self.spec.route, bias=self.bias
-        )
+        self.ops.moe.expect(grouped, logits, self.spec.per_token, self.spec.route, bias=self.bias)
 
     def load(self, source: Source, placement: Placement) -> list[ExpertArrival]:
         """Load the experts that another placement gives this rank.

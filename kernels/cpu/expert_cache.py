@@ -68,9 +68,7 @@ def slots_within(budget: int, matrices: Mapping[int, int], least: int) -> dict[i
         left = budget - sum(size * count for size, count in slots.items())
         others = {size: count for size, count in matrices.items() if size not in slots}
         share = min(left / max(sum(size * count for size, count in others.items()), 1), 1.0)
-        few = {
-            size: min(least, count) for size, count in others.items() if share * count < least
-        }
+        few = {size: min(least, count) for size, count in others.items() if share * count < least}
         if not few or share >= 1.0:
             slots |= {size: int(share * count) for size, count in others.items()}
             break
@@ -182,9 +180,7 @@ class ExpertCache:
         self.slots = slots_within(self._budget, self._count, self._least)
         for size, count in self.slots.items():
             check(
-                self._library.embedlm_experts_reserve(
-                    self._handle, self._kinds[size], count, size
-                ),
+                self._library.embedlm_experts_reserve(self._handle, self._kinds[size], count, size),
                 "experts",
             )
 
