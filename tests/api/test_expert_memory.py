@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sdk import (
     SamplingParams,
 )
 from sdk.bench.random_blocks import write_shape
-from sdk.bench.real_shapes import Experts
+from sdk.bench.real_shapes import Experts, Tensor
 from sdk.cli import main
 from sdk.engine.weight_cache.store import WeightStore
 from sdk.kernels.cpu.expert_cache import ExpertCache, slot_bytes, slots_within
@@ -228,6 +229,35 @@ def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
     memory = f"{least(model)}MiB"
     with pytest.raises(OutOfMemoryError, match="larger than the cache may be"):
         LLM(model, memory=memory, weight_cache="1MiB", **LIMITS)
+
+
+class _Mixed:
+    """Gate and up of an expert have different types, so they are no single matrix."""
+
+    architecture = SHAPE.architecture
+
+    def metadata(self) -> dict[str, Any]:
+        return SHAPE.metadata()
+
+    def tensors(self) -> Iterator[Tensor]:
+        for one in SHAPE.tensors():
+            yield one._replace(part="output") if "ffn_up_exps" in one.name else one
+
+
+def test_experts_that_one_product_cannot_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.gguf"
+    write_shape(path, "mixed", _Mixed())
+    memory = f"{least(path)}MiB"
+    with pytest.raises(KernelError, match="several formats in a layer"):
+        LLM(path, memory=memory, weight_cache=True, **LIMITS)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(model: Path, weights: Path) -> None:
+    """Elsewhere the weights would be packed without it."""
+    weights.parent.parent.mkdir(parents=True)
+    weights.parent.write_text("not a folder")
+    with pytest.raises(OutOfMemoryError, match=r"\(weight_cache\), which is not used: .*Not a dir"):
+        LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS)
 
 
 # -- files -----------------------------------------------------------------------------------------
