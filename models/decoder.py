@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.norm import Norm
@@ -363,7 +364,7 @@ def _look_ahead(layers: Sequence[Layer]) -> None:
     What a layer adds to the residual stream is small beside it, so the next router's choice for the
     stream before the experts of this layer is mostly the one it makes later.
     """
-    for layer, after in zip(layers, layers[1:], strict=False):
+    for layer, after in pairwise(layers):
         plain = not (after.parallel or after.post_norm or layer.parallel or layer.post_norm)
         if not (plain and isinstance(after.mlp, ExpertMLP) and after.before_mlp is not None):
             continue

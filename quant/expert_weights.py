@@ -45,7 +45,8 @@ class ExpertWeights(StackedWeight):
         """Give up the packed weights: nobody multiplies with them."""
         self._grouped = None
         for part in self.parts:
-            part.forget()
+            if isinstance(part, PackedWeight):
+                part.forget()
 
     @property
     def grouped(self) -> BoundExperts | None:

@@ -65,9 +65,6 @@ class Weight(ABC):
         :raises AlignmentError: the range is outside the weight, or cuts a quantization group.
         """
 
-    def forget(self) -> None:
-        """Give up what :meth:`bind` packed, and with it the value: only its shape is left."""
-
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         """This weight and the others, concatenated along ``out``; ``None`` if layouts differ."""
         return None
@@ -138,6 +135,7 @@ class PackedWeight(Weight):
         return decode(self.layout)
 
     def forget(self) -> None:
+        """Give up what was packed, and with it the value: only the shape is left."""
         self._bound = None
 
     def narrow(self, side: Side, start: int, count: int) -> Weight:

@@ -175,8 +175,8 @@ class PackedLinear:
         self._runtime.run(OpKind.EXPERTS, args, out.shape[0], "experts")
 
     def expect(self, group: ExpertWeights, chosen: Tensor) -> None:
-        """Read experts of a later layer ahead, ``chosen`` int32 ``[T, k]``, once the next product of
-        experts has asked for its own."""
+        """Read experts of a later layer ahead, ``chosen`` int32 ``[T, k]``, once the next product
+        of experts has asked for its own."""
         assert group.cached is not None
         group.cached.cache.expected = group.cached, chosen
 

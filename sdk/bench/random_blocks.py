@@ -128,7 +128,8 @@ class Blocks:
             spread = tensor.shape[-1] ** -0.5
             yield (self._draw.standard_normal(tensor.shape, np.float32) * spread).astype("<f2")
             return
-        bank = self._bank(tensor.type, tensor.shape[-1])
+        wide = tensor.part.startswith("wide:")
+        bank = self._bank(tensor.type, 1 if wide else tensor.shape[-1])
         left, most = nbytes(tensor) // bank.shape[1], _PIECE // bank.shape[1]
         while left:
             count = min(left, most)

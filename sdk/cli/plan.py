@@ -37,10 +37,12 @@ def model_arguments(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
+    from sdk.memory.disk_speed import disk_bandwidth
     from sdk.memory.plan import DISK_BANDWIDTH
 
     plan = LLM.plan(args.file, **engine_options(args, "max_num_seqs", "skip_tokenizer_init"))
-    speed = _speed(plan)
+    disk = DISK_BANDWIDTH if plan.experts is None else disk_bandwidth(args.file) or DISK_BANDWIDTH
+    speed = _speed(plan, disk)
     if args.json:
         print(json.dumps({**to_json(plan), "decode_tokens_per_second": speed}, indent=2))
     elif plan.fits:
@@ -49,13 +51,17 @@ def run(args: argparse.Namespace) -> int:
             said = "tokens/s expected for one request on this machine"
             if plan.offloaded:
                 said += f", if the disk reads {DISK_BANDWIDTH / 1e9:g} GB/s"
+            elif plan.experts is not None:
+                said += (
+                    f" if all experts are used equally often; the disk reads {disk / 1e9:.2g} GB/s"
+                )
             print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:
         raise OutOfMemoryError(as_arguments(plan.problem, args))
     return 0 if plan.fits else 2
 
 
-def _speed(plan: MemoryPlan) -> float | None:
+def _speed(plan: MemoryPlan, disk: float) -> float | None:
     """Tokens per second by the read bandwidth, measured now; None without the native module."""
     from sdk.kernels.cpu.probe import read_bandwidth
     from sdk.memory.resolve import threads_of
@@ -65,7 +71,7 @@ def _speed(plan: MemoryPlan) -> float | None:
         bandwidth = read_bandwidth(threads_of(plan.config), seconds=0.02)
     except KernelError:
         return None
-    return round(plan.tokens_per_second(bandwidth), 1)
+    return round(plan.tokens_per_second(bandwidth, disk=disk), 1)
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
@@ -74,6 +80,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "budget": plan.budget,
         "weights": plan.weights,
         "offloaded": plan.offloaded,
+        "experts": None if plan.experts is None else asdict(plan.experts),
         "workspace": plan.workspace,
         "graphs": plan.graphs,
         "scratch": plan.scratch,

@@ -95,6 +95,8 @@ class Engine:
         self.prepare: Callable[[], bool] | None = None
         #: How long the stages compute, if there are several.
         self.stage_times: StageTimes | None = None
+        #: What experts that are not all in memory have cost: see docs/metrics.md.
+        self.expert_numbers: Callable[[], dict[str, float]] = dict
 
     # Requests
 
@@ -476,6 +478,7 @@ class Engine:
         """See :meth:`sdk.LLM.get_metrics`. Any thread may call it."""
         counts = self._num_finished, self._executor.native_seconds
         found = numbers(self.scheduler, self._seconds, *counts, self._clock())
+        found |= self.expert_numbers()
         return found if self.stage_times is None else found | self.stage_times.numbers()
 
     def stats(self) -> EngineStats:

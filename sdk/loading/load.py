@@ -272,6 +272,10 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
+        if facts.runner_config.expert_bytes:
+            from sdk.engine.weight_cache.store import expert_numbers
+
+            engine.expert_numbers = partial(expert_numbers, lambda: executor.runner)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         has_windows = bool(memory.windows)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.
 _AHEAD = 2
+#: See sdk/memory/weights.py; the engine without its vocabulary.
+_READ_BYTES, _ENGINE_BYTES = 8 * 2**20, 9 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,12 @@ class ExpertBytes:
     """The experts of a model.
 
     ``matrices``: how many there are by their bytes: of an expert, what widens its input is one
-    matrix (gate and up), and what narrows it another. ``layer``: the bytes of the largest layer's.
-    ``read``: what a token reads.
+    matrix (gate and up), and what narrows it another. ``stacks``: the bytes of those of one layer,
+    of each size. ``read``: what a token reads.
     """
 
     matrices: Mapping[int, int]
-    layer: int
+    stacks: int
     read: int
 
     @property
@@ -84,11 +86,13 @@ def least_bytes(experts: ExpertBytes, per_token: int, threads: int) -> tuple[int
 def without_most_experts(
     weights: WeightBytes, share: ExpertShare, experts: ExpertBytes
 ) -> WeightBytes:
-    """The weights in memory. The first load packs them, layer by layer: experts of two layers."""
+    """The weights in memory. The first load packs experts layer by layer: some are being packed
+    while the ones before are being written, in memory that those of other sizes do not use again.
+    """
     others = weights.total - share.total
-    packing = weights.loading - weights.total  # what a load has of the file, unpacked
+    reading = _READ_BYTES + 2 * weights.packing  # what a load has of the file, unpacked
     return replace(
         weights,
         total=others + share.resident,
-        loading=max(weights.early, others + packing + 2 * experts.layer),
+        loading=max(weights.early, others + reading + experts.stacks + _ENGINE_BYTES),
     )

@@ -172,7 +172,7 @@ class MemoryPlan:
 
     @property
     def _shared_note(self) -> str:
-        if self.config is None or not self.config.weight_cache or self.offloaded:
+        if self.config is None or not self.config.weight_cache or self.offloaded or self.experts:
             return ""
         return "; mapped, and shared with other processes, once the cache has them"
 

@@ -206,15 +206,13 @@ def _expert_bytes(entries: Sequence[TensorEntry], model: ModelConfig) -> ExpertB
             part = found[1], _NARROWS.search(entry.name) is not None
             parts[part] = parts.get(part, 0) + _held(entry)
     matrices: dict[int, int] = {}
-    layers: dict[str, int] = {}
-    for (layer, _), nbytes in parts.items():
+    for nbytes in parts.values():
         size = nbytes // model.experts.count
         matrices[size] = matrices.get(size, 0) + model.experts.count
-        layers[layer] = layers.get(layer, 0) + nbytes
     if not matrices:
         return None
     read = sum(parts.values()) * model.experts.per_token // model.experts.count
-    return ExpertBytes(matrices, max(layers.values()), read)
+    return ExpertBytes(matrices, sum(matrices) * model.experts.count, read)
 
 
 def _held(entry: TensorEntry) -> int:

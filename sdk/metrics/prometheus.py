@@ -148,6 +148,9 @@ _COUNTERS = (
     ("swapped_out_pages", "KV pages copied to the swap space.", ()),
     ("swapped_in_pages", "KV pages copied back from the swap space.", ()),
     ("lowered_pages", "KV pages moved to a lower tier.", ()),
+    ("expert_matrices", "Experts that products needed: hit, guess, miss.", ("result",)),
+    ("expert_read_bytes", "Bytes of experts read.", ()),
+    ("expert_wait_seconds", "Seconds in which threads waited for experts.", ()),
     ("steps", "Steps.", ()),
     (
         "step_part_seconds",
@@ -285,6 +288,11 @@ class _Families:
         most = self._most[model] = max(metrics["num_generation_tokens"], self._most.get(model, 0))
         self._counter("generation_tokens", model, most)
         self._counter("lowered_pages", model, metrics.get("num_pages_lowered", 0))
+        if "expert_hits" in metrics:
+            for result, source in (("hit", "hits"), ("guess", "guesses"), ("miss", "misses")):
+                self._counter("expert_matrices", model, metrics[f"expert_{source}"], result)
+            for name in ("expert_read_bytes", "expert_wait_seconds"):
+                self._counter(name, model, metrics[name])
         for part in ("plan", "execute", "commit", "output"):
             self._counter("step_part_seconds", model, metrics[f"{part}_seconds"], part)
         for reason, count in requests.finished.items():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdk import (
     LLM,
@@ -19,11 +21,12 @@ from sdk import (
     SamplingParams,
 )
 from sdk.bench.random_blocks import write_shape
-from sdk.bench.real_shapes import Experts
+from sdk.bench.real_shapes import Experts, Tensor
+from sdk.cli import main
 from sdk.engine.weight_cache.store import WeightStore
 from sdk.kernels.cpu.expert_cache import ExpertCache, slot_bytes, slots_within
 from sdk.kernels.errors import KernelError
-from sdk.memory.expert_memory import why_all_stay
+from sdk.memory.disk_speed import disk_bandwidth
 
 #: 4 layers of 32 experts, 16 MB in all; half of the matrices back have more bits than the others.
 SHAPE = Experts(256, 4, 4, 2, expert=256, experts=32, used=4, head_dim=64, vocab=320, skewed=True)
@@ -110,6 +113,10 @@ def test_answers_have_the_bits_of_the_model_in_memory(model: Path, expected: lis
                 use = found.use()
                 assert use.missed > 0 and use.reads > 0 and use.read_bytes > 0
                 assert "matrices of experts stay in memory" in llm.explain()
+                metrics = llm.get_metrics()
+                assert metrics["expert_misses"] == use.missed
+                assert metrics["expert_read_bytes"] == use.read_bytes
+                assert metrics["expert_hits"] + metrics["expert_guesses"] > 0
 
 
 def test_drafts_do_not_change_answers(model: Path, expected: list[Any]) -> None:
@@ -211,15 +218,46 @@ def test_a_dense_model_is_refused_by_name() -> None:
 
 
 def test_a_fork_is_refused(model: Path) -> None:
-    with LLM(model, memory=memory_for(model, 0.5), weight_cache=True, **LIMITS) as llm:
-        with pytest.raises(RequestError, match="its experts are not all in memory"):
-            llm.fork()
+    with (
+        LLM(model, memory=memory_for(model, 0.5), weight_cache=True, **LIMITS) as llm,
+        pytest.raises(RequestError, match="its experts are not all in memory"),
+    ):
+        llm.fork()
 
 
 def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
     memory = f"{least(model)}MiB"
     with pytest.raises(OutOfMemoryError, match="larger than the cache may be"):
         LLM(model, memory=memory, weight_cache="1MiB", **LIMITS)
+
+
+class _Mixed:
+    """Gate and up of an expert have different types, so they are no single matrix."""
+
+    architecture = SHAPE.architecture
+
+    def metadata(self) -> dict[str, Any]:
+        return SHAPE.metadata()
+
+    def tensors(self) -> Iterator[Tensor]:
+        for one in SHAPE.tensors():
+            yield one._replace(part="output") if "ffn_up_exps" in one.name else one
+
+
+def test_experts_that_one_product_cannot_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.gguf"
+    write_shape(path, "mixed", _Mixed())
+    memory = f"{least(path)}MiB"
+    with pytest.raises(KernelError, match="several formats in a layer"):
+        LLM(path, memory=memory, weight_cache=True, **LIMITS)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(model: Path, weights: Path) -> None:
+    """Elsewhere the weights would be packed without it."""
+    weights.parent.parent.mkdir(parents=True)
+    weights.parent.write_text("not a folder")
+    with pytest.raises(OutOfMemoryError, match=r"\(weight_cache\), which is not used: .*Not a dir"):
+        LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -230,32 +268,28 @@ def test_a_wrong_bit_of_an_expert_is_an_error_and_the_file_goes(
 ) -> None:
     memory = f"{least(model)}MiB"
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
-        base = {one.offset for one in _places(llm)}
+        places = _places(llm)
     (file,) = weights.iterdir()
     with file.open("r+b") as out:
-        for start in base:  # of the first layer, all experts
+        for start in places:  # of the first layer, all experts
             out.seek(start + 100)
             byte = out.read(1)
             out.seek(start + 100)
             out.write(bytes([byte[0] ^ 1]))
-    with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
-        with pytest.raises(EngineDeadError, match="are damaged"):
-            answers(llm)
+    with (
+        LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm,
+        pytest.raises(EngineDeadError, match="are damaged"),
+    ):
+        answers(llm)
     assert list(weights.iterdir()) == []
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
         assert answers(llm) == expected
 
 
-class _Place:
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
-
-
-def _places(llm: LLM) -> list[_Place]:
-    """Where the matrices of the first layer's experts lie."""
-    first = llm._runner().model.layers[0].mlp.up.weight.grouped
-    begin = cache(llm)._base
-    return [_Place(one.kept.begin - begin) for one in first.packed.weights]
+def _places(llm: LLM) -> list[int]:
+    """Where the matrices of the first layer's experts lie in the file."""
+    grouped = llm._runner().model.layers[0].mlp.up.weight.grouped
+    return [one.kept.begin - cache(llm)._base for one in grouped.packed.weights]
 
 
 def test_a_file_that_another_process_truncates_is_an_error(model: Path, weights: Path) -> None:
@@ -281,14 +315,20 @@ def test_a_file_that_is_removed_is_still_read(
 
 
 def test_a_forked_child_reads_experts_too(model: Path) -> None:
-    """It has none of the threads."""
-    code = f"""
-import os
-from sdk import LLM, SamplingParams
-llm = LLM({str(model)!r}, memory={f"{least(model)}MiB"!r}, weight_cache=True, **{LIMITS!r})
-own = llm._runner().weights.weight_store.experts
-"""
-    assert code and os.name == "posix"
+    """It has none of the threads that read, and places of its own."""
+    with LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS) as llm:
+        layers = [layer.mlp for layer in llm._runner().model.layers]
+        x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
+        expected = [mlp(x).clone() for mlp in layers]
+        pid = os.fork()
+        if not pid:
+            reads = cache(llm).use().reads
+            right = all(
+                bool((mlp(x) == one).all()) for mlp, one in zip(layers, expected, strict=True)
+            )
+            os._exit(0 if right and cache(llm).use().reads > reads else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert all(bool((mlp(x) == one).all()) for mlp, one in zip(layers, expected, strict=True))
 
 
 # -- slots -----------------------------------------------------------------------------------------
@@ -305,5 +345,24 @@ def test_sizes_share_the_budget_evenly_and_keep_their_least() -> None:
     assert slot_bytes(1) == slot_bytes(4096) == 8192 and slot_bytes(4097) == 12288
 
 
-def test_why_all_stay_names_the_gpu() -> None:
-    assert callable(why_all_stay)
+# -- the disk --------------------------------------------------------------------------------------
+
+
+def test_the_speed_of_the_disk_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "weights.gguf"
+    path.write_bytes(os.urandom(1 << 20) * 80)
+    found = disk_bandwidth(path)
+    assert found is None or 1e6 < found < 1e12
+    assert disk_bandwidth(tmp_path) is None or found is not None  # the largest file of a folder
+    path.write_bytes(bytes(1 << 20))
+    assert disk_bandwidth(path) is None  # too small to say
+    assert disk_bandwidth(tmp_path / "none") is None
+
+
+def test_the_command_shows_what_is_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = memory_for(model, 0.5)
+    options = ["--memory", memory, "--weight-cache", "1GiB", "--max-model-len", "256"]
+    limits = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--skip-tokenizer-init"]
+    assert main(["plan", str(model), *options, *limits]) == 0
+    said = capsys.readouterr().out
+    assert "of these are experts" in said and "if all experts are used equally often" in said

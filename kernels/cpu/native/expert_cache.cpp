@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "linear_scratch.hpp"
 #include "pack.hpp"
@@ -146,7 +147,16 @@ void ExpertCache::forget_guesses(Group* group) {
 
 void ExpertCache::ask(Unit* unit, std::deque<Unit*>* queue) {
     if (unit->state == kAbsent) unit->state = kQueued;
-    if (unit->state == kQueued) queue->push_back(unit);
+    if (unit->state != kQueued) return;
+    queue->push_back(unit);
+    asked_ = true;
+}
+
+// Wakes readers, if there is something new for them.
+void ExpertCache::wake() {
+    if (!asked_) return;
+    asked_ = false;
+    work_.notify_all();
 }
 
 void ExpertCache::count_uses(Layer* layer, const FetchArgs& args) {
@@ -170,9 +180,9 @@ void ExpertCache::fetch(const FetchArgs& args) {
     Group& group = groups_[(size_t)args.group];
     Layer& layer = layers_[(size_t)group.layer];
     const bool first = layer.first == args.group;
-    if (first) count_uses(&layer, args);
     {
         Lock lock(mutex_);
+        if (first) count_uses(&layer, args);
         layer_ = group.layer;
         for (int32_t i = 0; i < used; ++i) {
             Unit& unit = group.units[(size_t)args.active[i]];
@@ -193,8 +203,8 @@ void ExpertCache::fetch(const FetchArgs& args) {
             if (unit.expected == kNot) set_expected(&unit, kByRoute);
             ask(&unit, &needed_);
         }
+        wake();
     }
-    work_.notify_all();
 }
 
 void ExpertCache::expect(const FetchArgs& args) {
@@ -222,8 +232,8 @@ void ExpertCache::expect(const FetchArgs& args) {
                 number = groups_[(size_t)number].other;
             }
         }
+        wake();
     }
-    work_.notify_all();
 }
 
 const Weight* ExpertCache::acquire(int number, int32_t expert) {
@@ -238,8 +248,8 @@ const Weight* ExpertCache::acquire(int number, int32_t expert) {
             work_.notify_all();
         }
         while (unit.state != kThere && status() == kOk && !stop_) {
-            if (readers_.empty()) read_next(lock);
-            else done_.wait(lock);
+            if (!readers_.empty()) done_.wait(lock);
+            else if (!read_next(lock)) done_.wait_for(lock, std::chrono::milliseconds(1));
         }
         --unit.waiters;
         counts_.waited_ns += now_ns() - begin;
@@ -250,14 +260,17 @@ const Weight* ExpertCache::acquire(int number, int32_t expert) {
 }
 
 void ExpertCache::release(int number, int32_t expert, int64_t strips) {
-    bool free = false;
+    bool wanted = false;
     {
         Lock lock(mutex_);
         Unit& unit = groups_[(size_t)number].units[(size_t)expert];
         unit.left = unit.left > strips ? unit.left - strips : 0;
-        free = !--unit.pins && !unit.left;
+        if (!--unit.pins && starved_) {
+            wanted = true;
+            starved_ = false;
+        }
     }
-    if (free) work_.notify_all();  // a reader may wait for a slot
+    if (wanted) work_.notify_all();
 }
 
 void ExpertCache::read_counts(ExpertCounts* out) {
@@ -336,7 +349,10 @@ bool ExpertCache::read_next(Lock& lock) {
     Unit* unit = nullptr;
     for (std::deque<Unit*>* queue : {&urgent_, &needed_, &guessed_})
         if (!unit) unit = next(queue, &slot);
-    if (!unit) return false;
+    if (!unit) {
+        starved_ = !urgent_.empty() || !needed_.empty() || !guessed_.empty();
+        return false;
+    }
     Kind& kind = kinds_[(size_t)unit->kind];
     if (Unit* before = kind.owners[(size_t)slot]) {
         before->state = kAbsent;

@@ -95,6 +95,7 @@ private:
     Status read(const Unit& unit, uint8_t* to) const;
     void point(const Unit& unit, uint8_t* data) const;
     void ask(Unit* unit, std::deque<Unit*>* queue);
+    void wake();
     void forget_guesses(Group* group);
     void set_expected(Unit* unit, Reason expected);
     void count_uses(Layer* layer, const FetchArgs& args);
@@ -113,6 +114,8 @@ private:
     std::condition_variable work_, done_;
     std::vector<std::thread> readers_;
     bool stop_ = false;
+    bool asked_ = false;    // since readers were woken
+    bool starved_ = false;  // readers wait for a slot
     std::atomic<int> status_{kOk};
     ExpertCounts counts_ = {};
 };

@@ -334,7 +334,10 @@ Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const I
             own.then_end = share.then_end;
         }
         const Weight* w = args.experts[*expert];
-        if (args.cache && !(w = args.cache->acquire(args.group, *expert))) return args.cache->status();
+        if (args.cache && !(w = args.cache->acquire(args.group, *expert))) {
+            const Status found = args.cache->status();
+            return found ? found : kClosed;
+        }
         if (!is_right(*w)) return kDamaged;
         one_expert(kernels, args, w, args.starts[*expert], args.starts[*expert + 1], own, scratch);
         if (!is_right(*w)) return kDamaged;  // still: see read_over

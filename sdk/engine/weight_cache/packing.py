@@ -1,4 +1,4 @@
-"""Packs a model that is larger than memory into the cache of weights: before it is opened from there.
+"""Packs a model that is larger than memory into the cache of weights, before it is opened.
 
 Everything is packed as always, but experts are given up once they are written. So the experts of a
 few matrices are in memory together, and everything else.

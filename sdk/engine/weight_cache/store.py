@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from sdk.models.parts import Matrix, Tensors
 from sdk.quant import weight_record
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from sdk.engine.rank.runner import ModelRunner
 
 #: What a file that others wrote may make of its reader, besides our own errors.
 _UNREADABLE = (
@@ -221,9 +224,9 @@ class WeightStore(Mapping[str, Matrix]):
         """:raises KernelError: some are not in the file, or cannot be multiplied from slots."""
         if self._records_of_experts(self._records) or experts.left or not experts.matrices:
             raise KernelError(
-                f"memory: expected experts that are read from the cache of weights, found some that "
-                f"it cannot keep or that have several formats in a layer: {self._path}; give enough "
-                "memory for all weights"
+                "memory: expected experts that are read from the cache of weights, found some that "
+                "it cannot keep, or that have several formats in a layer: give enough memory for "
+                "all weights"
             )
         experts.open()
 
@@ -369,3 +372,19 @@ def _read(
     checkpoint.on_bytes = None  # the store reports
     store.attach(backend)
     return True
+
+
+def expert_numbers(runner: Callable[[], ModelRunner]) -> dict[str, float]:
+    """What the experts that are not all in memory have cost, for ``get_metrics()``."""
+    store = runner().weights.weight_store
+    if store is None or store.experts is None:
+        return {}
+    use = store.experts.use()
+    return {
+        "expert_hits": use.hits,
+        "expert_guesses": use.guessed,
+        "expert_misses": use.missed,
+        "expert_reads": use.reads,
+        "expert_read_bytes": use.read_bytes,
+        "expert_wait_seconds": use.waited_seconds,
+    }
