@@ -113,6 +113,14 @@ class PaliGemmaProcessor(ImageProcessor):
             raise settings.invalid("image_seq_length", named, str(self.most_tokens))
         settings.done()
 
+    def framed(self, prompt: str, bos: str) -> str:
+        """The sequence begins after the last image, and a line feed ends the prompt."""
+        end = prompt.rfind(self.placeholder)
+        if end < 0:
+            return prompt
+        end += len(self.placeholder)
+        return f"{prompt[:end]}{bos}{prompt[end:]}\n"
+
     def _tiling(self, height: int, width: int) -> Tiling:
         return self._tiling_of_all
 
