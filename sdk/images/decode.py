@@ -31,6 +31,8 @@ _DECODERS = {
     "BMP": ("BmpImagePlugin", "BmpImageFile"),
     "AVIF": ("AvifImagePlugin", "AvifImageFile"),
 }
+#: An image is converted in bands of whole rows with about as many pixels.
+_BAND_PIXELS = 2**16
 _SUPPORTED = "expected PNG, JPEG, WebP, GIF, BMP or AVIF"
 #: How to turn and mirror pixels to make an image upright, by EXIF's number: quarter turns to the
 #: left, then whether left and right are swapped.
@@ -183,8 +185,20 @@ def _pixels(picture: Any, orientation: int, what: str) -> NDArray[np.uint8]:
 
 
 def _rgb(picture: Any, what: str) -> NDArray[np.uint8]:
+    """uint8 ``[height, width, 3]``, made in bands: whole copies in between would take up to four
+    times the memory."""
+    height, width = picture.height, picture.width
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        pixels[top:bottom] = _band(picture.crop((0, top, width, bottom)), what)
+    return pixels
+
+
+def _band(picture: Any, what: str) -> NDArray[np.uint8]:
     if picture.mode.startswith("I") or picture.mode == "F":
-        return np.repeat(_grey(picture, what)[..., None], 3, axis=2)
+        return _grey(picture, what)[..., None]
     if "A" in picture.mode.upper().removeprefix("LAB") or "transparency" in picture.info:
         picture = picture.convert("LA") if picture.mode == "La" else picture
         return _opaque(np.asarray(picture.convert("RGBA")), what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import warnings
 import zlib
 from io import BytesIO
@@ -17,6 +18,7 @@ from sdk.images.file_formats import MAX_JPEG_SCANS, Damaged, stripped
 from tests.images.families import image
 from tests.images.hostile import SAVED, damaged, files
 from tests.images.test_decode import saved
+from tests.scripts import run_python
 
 
 def decode_damaged(kind: str, seeds: range) -> int:
@@ -127,6 +129,14 @@ def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
         decode(data[:-2] + scan * MAX_JPEG_SCANS + data[-2:])
 
 
+def test_what_follows_a_photo_in_its_file_does_not_matter() -> None:
+    """A second picture or a film, as phones append them: their bytes are no scans."""
+    photo = saved(Image.fromarray(image(9, 7)), "JPEG", progressive=True)
+    film = photo + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0\2" * 500 + photo
+    np.testing.assert_array_equal(decode(film), decode(photo))
+    assert len(stripped(film, "JPEG").data) <= len(photo)
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "said"),
     [
@@ -137,6 +147,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
         ("JPEG", b"\xff\xd8\xff\xe0\xff\xff", "breaks off"),
         ("JPEG", b"\xff\xd8" + 2 * b"\xff\xc0\0\x08\x08\0\1\0\1\1", "two frame headers"),
         ("JPEG", b"\xff\xd8\xff\xda\0\2", "frame header is missing"),
+        ("JPEG", b"\xff\xd8\xff\xc0\0\x08\x08\0\1\0\1\1\xff\xd9", "has no picture"),
         ("GIF", b"GIF89a\1\0\1\0\0\0\0;", "has no picture"),
         ("GIF", b"GIF89a\1\0\1\0\0\0\0x", "a block should begin at byte 13"),
         ("GIF", b"GIF89a", "breaks off"),
@@ -165,10 +176,33 @@ def test_a_picture_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_the_limits_of_a_host_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow's own limit of pixels belongs to the process: ours holds, and nothing is printed."""
-    data = saved(Image.fromarray(image(40, 40)))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    data = saved(Image.fromarray(image(300, 300)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2**16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decode(data).shape == (40, 40, 3)
+        assert decode(data).shape == (300, 300, 3)
         with pytest.raises(Image.DecompressionBombWarning):
             Image.open(BytesIO(data))
+
+
+#: Decodes a file of 4096 x 4096 pixels; prints the bytes of memory per pixel at the peak.
+PEAK = """
+import resource
+from io import BytesIO
+from PIL import Image
+from sdk.images.decode import decode
+
+file = BytesIO()
+Image.new("P", (4096, 4096)).save(file, "PNG", transparency=3)
+data = file.getvalue()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert decode(data).shape == (4096, 4096, 3)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / 4096**2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is counted in kB there")
+def test_decoding_takes_the_memory_that_the_limits_say() -> None:
+    """A palette with a transparent color: whole copies of it as RGBA would take 20 bytes more."""
+    assert float(run_python(PEAK)) < 12
