@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sdk.api.image_hosts import ImageFetcher
     from sdk.images.processors import ImageProcessor
 
-#: Parts of a message's content that are images.
-IMAGE_PARTS = ("image_url", "image")
+#: Parts of a message's content that are images; the last one is vLLM's.
+IMAGE_PARTS = ("image_url", "image", "image_pil")
 #: How errors show the forms of an image in a conversation.
 _FORMS = (
     "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}} or {'type': 'image', "
