@@ -31,6 +31,8 @@ _DECODERS = {
     "BMP": ("BmpImagePlugin", "BmpImageFile"),
     "AVIF": ("AvifImagePlugin", "AvifImageFile"),
 }
+#: An image is converted in bands of whole rows with about as many pixels.
+_BAND_PIXELS = 2**16
 _SUPPORTED = "expected PNG, JPEG, WebP, GIF, BMP or AVIF"
 #: How to turn and mirror pixels to make an image upright, by EXIF's number: quarter turns to the
 #: left, then whether left and right are swapped.
@@ -68,7 +70,7 @@ def decode(
     if pillow is not None and isinstance(source, pillow.Image):
         check_size(source.height, source.width, name, limits)
         orientation = exif_orientation(_exif(source))
-        return _pixels(source, orientation, f"{name}, an image of Pillow,", name)
+        return _pixels(source, orientation, f"{name} (an image of Pillow)")
     raise RequestError(
         f"{name} is of type {type(source).__name__}, expected bytes, a path, a data URL, an "
         "image of Pillow, or an array of numpy or torch"
@@ -141,14 +143,14 @@ def _decode_bytes(data: bytes, name: str, limits: ImageLimits) -> NDArray[np.uin
     try:
         parts = stripped(data, kind)
     except Damaged as error:
-        raise RequestError(f"{name} is a damaged {kind} file: {error}") from error
+        raise RequestError(f"{name} is a damaged {kind} file ({error}): save it again") from error
     if parts.size is not None:
         check_size(*parts.size, name, limits)
-    what = f"{name}, a {kind} file,"
+    what = f"{name} ({kind})"
     picture = _opened(parts.data, kind, what)
     check_size(picture.height, picture.width, name, limits)
     orientation = exif_orientation(_exif(picture)) if kind == "AVIF" else parts.orientation
-    return _pixels(picture, orientation, what, name)
+    return _pixels(picture, orientation, what)
 
 
 def _opened(data: bytes, kind: str, what: str) -> Any:
@@ -168,7 +170,7 @@ def _opened(data: bytes, kind: str, what: str) -> Any:
         raise _damaged(error, what) from error
 
 
-def _pixels(picture: Any, orientation: int, what: str, name: str) -> NDArray[np.uint8]:
+def _pixels(picture: Any, orientation: int, what: str) -> NDArray[np.uint8]:
     """Decodes ``picture`` and makes it RGB and upright."""
     try:
         picture.load()
@@ -183,8 +185,20 @@ def _pixels(picture: Any, orientation: int, what: str, name: str) -> NDArray[np.
 
 
 def _rgb(picture: Any, what: str) -> NDArray[np.uint8]:
+    """uint8 ``[height, width, 3]``, made in bands: whole copies in between would take up to four
+    times the memory."""
+    height, width = picture.height, picture.width
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        pixels[top:bottom] = _band(picture.crop((0, top, width, bottom)), what)
+    return pixels
+
+
+def _band(picture: Any, what: str) -> NDArray[np.uint8]:
     if picture.mode.startswith("I") or picture.mode == "F":
-        return np.repeat(_grey(picture, what)[..., None], 3, axis=2)
+        return _grey(picture, what)[..., None]
     if "A" in picture.mode.upper().removeprefix("LAB") or "transparency" in picture.info:
         picture = picture.convert("LA") if picture.mode == "La" else picture
         return _opaque(np.asarray(picture.convert("RGBA")), what)
@@ -229,7 +243,9 @@ def _damaged(error: Exception, what: str) -> RequestError:
     if isinstance(error, MemoryError):
         return RequestError(f"{what} does not fit into memory: scale it down")
     reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return RequestError(f"{what} is damaged or not supported: {reason}")
+    return RequestError(
+        f"{what} is damaged or not supported ({reason}): save it again, or convert it to PNG"
+    )
 
 
 __all__ = ["decode"]

@@ -23,7 +23,7 @@ class Stripped(NamedTuple):
 
 
 class Damaged(Exception):
-    """The file breaks off or contradicts itself; the message completes "a damaged PNG file:"."""
+    """The file breaks off or contradicts itself; the message says what was found."""
 
 
 #: Passes over the picture that a JPEG may ask for. Encoders write up to 10; a small file with

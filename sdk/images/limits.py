@@ -10,8 +10,8 @@ from sdk.api.errors import RequestError
 class ImageLimits(NamedTuple):
     """What an image may have at most. Each limit is checked before the memory is taken.
 
-    Decoding takes up to 12 bytes of memory per pixel for a moment, 800 MB at the default limits,
-    and an array of 3 bytes per pixel afterwards.
+    Decoding takes 7 to 16 bytes of memory per pixel for a moment, and 3 more to turn an image: up
+    to 1.3 GB at the default limits. An array of 3 bytes per pixel remains.
     """
 
     #: Bytes of the file, compressed.

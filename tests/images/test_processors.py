@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -36,3 +38,21 @@ def test_the_text_of_an_image_is_that_of_transformers(name: str) -> None:
         numbers = [part for part in layout if isinstance(part, int)]
         assert sum(numbers) == read.num_tokens == ours.num_tokens(*size) <= ours.most_tokens
         assert len(read.grids) == len(read.tiles)
+
+
+def test_the_prompt_of_paligemma_is_framed_as_by_transformers() -> None:
+    from transformers.models.paligemma import PaliGemmaProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    class Theirs(PaliGemmaProcessor):
+        def __init__(self) -> None:  # without files
+            self.tokenizer = SimpleNamespace(bos_token="<bos>")
+            self.image_processor = SimpleNamespace(fetch_images=lambda images: images)
+
+    assert issubclass(Theirs, ProcessorMixin)
+    ours = FAMILIES["paligemma"].ours()
+    for prompt in ("<image>caption es", "<image><image> two", "first<image>then"):
+        _, theirs, *_ = Theirs().prepare_inputs_layout(images=[image(2, 2)], text=[prompt])
+        assert [ours.framed(prompt, "<bos>")] == theirs
+    assert ours.framed("no image", "<bos>") == "no image"
+    assert FAMILIES["gemma3"].ours().framed("<image>", "<bos>") == "<image>"

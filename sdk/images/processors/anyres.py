@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.square import BICUBIC
-from sdk.images.processors.towers import tokens_per_side
+from sdk.images.processors.towers import tile_side, tokens_per_side
 
 _NEXT_SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _ONEVISION_SIZES = tuple(
@@ -40,9 +40,9 @@ class AnyResolutionProcessor(ImageProcessor):
 
     def __init__(self, settings: Settings) -> None:
         self._resample = settings.resample(BICUBIC)
-        self._side = settings.square("size", self._side_by_default)
+        self._side = tile_side(settings, self._side_by_default)
         if settings.flag("do_center_crop", self._crops):
-            crop = settings.square("crop_size", self._side_by_default)
+            crop = settings.square("crop_size", self._side)
             if crop != self._side:
                 raise settings.unsupported("crop_size", crop, f"the size, {self._side}")
         named = [keys.get("image_grid_pinpoints") for keys in (settings.keys, settings.config)]

@@ -84,6 +84,12 @@ class ImageProcessor(ABC):
         alternate. The text belongs to that around the placeholder: join them before tokenizing."""
         return joined(self._marked(self.tiling(*image.size)))
 
+    def framed(self, prompt: str, bos: str) -> str:
+        """A prompt with placeholders as the model's own processor frames it; most do not. ``bos``:
+        the text of the token that begins a sequence, which the tokenizer must not add where this
+        changes the prompt."""
+        return prompt
+
     def tiling(self, height: int, width: int) -> Tiling:
         """What becomes of an image of this size.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.square import BICUBIC, BILINEAR
-from sdk.images.processors.towers import tokens_per_side
+from sdk.images.processors.towers import tile_side, tokens_per_side
 
 
 class Canvas:
@@ -50,7 +50,7 @@ class InternProcessor(ImageProcessor):
     placeholder = "<IMG_CONTEXT>"
 
     def __init__(self, settings: Settings) -> None:
-        self._side = settings.square("size", 384)
+        self._side = tile_side(settings, 384)
         self._resample = settings.resample(BICUBIC)
         least, most = settings.number("min_patches", 1), settings.number("max_patches", 12)
         if least > most:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.towers import tokens_per_side
+from sdk.images.processors.towers import tile_side, tokens_per_side
 
 LANCZOS = 1
 #: The longer side of the resized image, whatever the checkpoint says (transformers'
@@ -32,7 +32,7 @@ class IdeficsProcessor(ImageProcessor):
         if set(size) != {"longest_edge"}:
             raise settings.unsupported("size", size, "longest_edge")
         self._longest = size["longest_edge"]
-        self._side = settings.square("max_image_size", {"longest_edge": 364})
+        self._side = tile_side(settings, {"longest_edge": 364}, "max_image_size")
         self._split = settings.flag("do_image_splitting", True)
         patch = settings.patch(32)
         merge = settings.number("scale_factor", 2, of=settings.config)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.towers import tokens_per_side
+from sdk.images.processors.towers import tile_side, tokens_per_side
 
 BILINEAR, BICUBIC = 2, 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -46,7 +46,7 @@ class GemmaProcessor(ImageProcessor):
     placeholder = "<start_of_image>"
 
     def __init__(self, settings: Settings) -> None:
-        self._side = settings.square("size", 896)
+        self._side = tile_side(settings, 896)
         self._resample = settings.resample(BILINEAR)
         tokens = settings.config.get("mm_tokens_per_image")
         self._tokens = settings.number(
@@ -103,7 +103,7 @@ class PaliGemmaProcessor(ImageProcessor):
     placeholder = "<image>"
 
     def __init__(self, settings: Settings) -> None:
-        self._side = settings.square("size", 224)
+        self._side = tile_side(settings, 224)
         self._resample = settings.resample(BICUBIC)
         side = tokens_per_side(settings, self._side, settings.patch(14))
         self._tiling_of_all = Tiling(((side, side),), side * side)
@@ -112,6 +112,14 @@ class PaliGemmaProcessor(ImageProcessor):
         if named != self.most_tokens:
             raise settings.invalid("image_seq_length", named, str(self.most_tokens))
         settings.done()
+
+    def framed(self, prompt: str, bos: str) -> str:
+        """The sequence begins after the last image, and a line feed ends the prompt."""
+        end = prompt.rfind(self.placeholder)
+        if end < 0:
+            return prompt
+        end += len(self.placeholder)
+        return f"{prompt[:end]}{bos}{prompt[end:]}\n"
 
     def _tiling(self, height: int, width: int) -> Tiling:
         return self._tiling_of_all
@@ -131,13 +139,12 @@ class LlavaProcessor(ImageProcessor):
 
     def __init__(self, settings: Settings) -> None:
         self._resample = settings.resample(BICUBIC)
-        size = settings.sides("size", {"shortest_edge": 224})
+        crops = settings.flag("do_center_crop", settings.kind != "SiglipImageProcessor")
+        self._crop = tile_side(settings, 224, "crop_size" if crops else "size")
+        size = settings.sides("size", {"shortest_edge" if crops else "height": self._crop})
         self._shortest = size.get("shortest_edge")
         self._side = settings.square("size", size)
-        self._crop = self._side
-        if settings.flag("do_center_crop", settings.kind != "SiglipImageProcessor"):
-            self._crop = settings.square("crop_size", 224)
-        elif self._shortest is not None:
+        if self._shortest is not None and not crops:
             raise settings.unsupported("size", size, "height and width without do_center_crop")
         # CLIP's processor has another padding of that name, which does nothing to one image.
         self._background: tuple[int, ...] | None = None
