@@ -106,10 +106,8 @@ def normalized(tile: NDArray[np.uint8], config: VisionConfig) -> Tensor:
 def expected_rows(model: Any, config: VisionConfig, images: list[ImageInput]) -> list[Tensor]:
     """What transformers makes of each image."""
     name = model.config.model_type
-    return [
-        _qwen_rows(model, config, own) if name in FREE else _rows(model, config, own)
-        for own in images
-    ]
+    rows = _qwen_rows if name in FREE else _rows
+    return [rows(model, config, own) for own in images]
 
 
 def _rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
@@ -130,6 +128,6 @@ def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     grid = torch.tensor([[1, down * merge, right * merge]])
     with torch.no_grad():
         found = model.get_image_features(pixel_values=patches.flatten(1), image_grid_thw=grid)
-    rows = found.pooler_output
-    rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
-    return torch.cat([rows, *(getattr(found, "deepstack_features", None) or ())], dim=1)
+    parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    joined = [torch.cat(list(x)) if isinstance(x, (list, tuple)) else x for x in parts]
+    return torch.cat(joined, dim=1)
