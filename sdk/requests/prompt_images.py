@@ -201,16 +201,21 @@ class ImageReader:
         pieces = self._processor.layout(image)
         return "".join(one if isinstance(one, str) else spelled * one for one in pieces)
 
-    def in_text(self, tokenizer: Tokenizer, text: str, images: Sequence[ImageInput]) -> str:
-        """A prompt with the images in the place of their placeholders.
+    def in_text(
+        self, tokenizer: Tokenizer, text: str, images: Sequence[ImageInput]
+    ) -> tuple[str, bool]:
+        """A prompt with the images in the place of their placeholders, and whether the tokenizer
+        adds the tokens that begin a text: not to one that the model's processor frames.
 
         :raises RequestError: there are more or fewer placeholders than images.
         """
-        placeholder = self._processor.placeholder
-        pieces = text.split(placeholder)
+        placeholder, bos = self._processor.placeholder, tokenizer.bos_token_id
+        begin = "" if bos is None else tokenizer.id_to_token(bos) or ""
+        framed = self._processor.framed(text, begin)
+        pieces = framed.split(placeholder)
         self._check_places(len(pieces) - 1, len(images), placeholder)
         expanded = self.texts(tokenizer, images).expanded
-        return "".join(map("".join, zip(pieces, (*expanded, ""), strict=True)))
+        return "".join(map("".join, zip(pieces, (*expanded, ""), strict=True))), framed == text
 
     def in_ids(
         self, tokenizer: Tokenizer, ids: Sequence[int], images: Sequence[ImageInput]
