@@ -28,6 +28,7 @@ _EXTRAS = {
     "triton": "gpu",
     "humming": "humming",
     "llguidance": "structured",
+    "PIL": "vision",
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "httptools", "uvloop"), "server"),
     **dict.fromkeys(("prometheus_client", "opentelemetry"), "metrics"),
     **dict.fromkeys(("matplotlib", "gguf"), "bench"),

@@ -120,6 +120,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         special_tokens: Mapping[str, str] | None = None,
+        image: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The conversation as text.
@@ -127,10 +128,12 @@ class ChatTemplate:
         ``special_tokens``: bos_token, eos_token, ..., which the template may print. ``kwargs``:
         other variables of the template (``enable_thinking=False``), plain data only.
         ``continue_final_message``: end the text with the content of the last message.
+        ``image``: messages may have parts ``{"type": "image"}``; a template that does not know
+        these gets this text in their place.
 
         :raises TemplateError: rendering failed, or exceeded a limit.
         """
-        check_conversation(messages, tools, kwargs)
+        check_conversation(messages, tools, kwargs, images=image is not None)
         self._check_read(messages, tools, kwargs)
         mark = ""
         if continue_final_message:
@@ -142,7 +145,7 @@ class ChatTemplate:
             "documents": None,
             **(special_tokens or {}),
             **kwargs,
-            "messages": [self._fitted(message) for message in messages],
+            "messages": [self._fitted(message, image) for message in messages],
             "tools": list(tools) if tools is not None else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
@@ -183,15 +186,17 @@ class ChatTemplate:
             self._sandbox.stop()
         return "".join(chunks)
 
-    def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Text parts joined to one string, for templates that only support strings."""
+    def _fitted(self, message: Mapping[str, Any], image: str | None) -> dict[str, Any]:
+        """Parts joined to one string, for templates that only support strings; images as text for
+        those that write none."""
         content = message.get("content")
         if content is None and not _calls(message):
             # An answer of reasoning or a refusal alone, or an empty one: most templates would
             # write "None".
             return {**message, "content": message.get("refusal") or ""}
         if isinstance(content, (list, tuple)):
-            content = [{"type": "text", "text": part[part["type"]]} for part in content]
+            known = self._reads_parts and "image" in self._words
+            content = [_plain_part(part, None if known else image) for part in content]
         if isinstance(content, (list, tuple)) and self._reads_parts:
             return {**message, "content": content}
         if isinstance(content, str) or content is None:
@@ -231,19 +236,28 @@ class ChatTemplate:
 
 
 def check_conversation(
-    messages: object, tools: object = None, kwargs: Mapping[str, Any] | None = None
+    messages: object,
+    tools: object = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    images: bool = False,
 ) -> None:
     """:raises TemplateError: a part is not plain data, or the conversation is too large."""
     data = _PlainData()
-    check_messages(messages, data)
+    check_messages(messages, data, images=images)
     if tools is not None:
         data.check(tools, "tools", 0)
     for name, value in (kwargs or {}).items():
         data.check(value, name, 0)
 
 
-def check_messages(messages: object, data: _PlainData | None = None) -> None:
-    """:raises TemplateError: ``messages`` is not a conversation of plain data."""
+def check_messages(
+    messages: object, data: _PlainData | None = None, *, images: bool = False
+) -> None:
+    """``images``: there may be parts ``{"type": "image"}``.
+
+    :raises TemplateError: ``messages`` is not a conversation of plain data.
+    """
     data = data or _PlainData()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         found = type(messages).__name__
@@ -257,7 +271,7 @@ def check_messages(messages: object, data: _PlainData | None = None) -> None:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise TemplateError(f"{where}: expected a role (a string), found {safe_repr(role)}")
-        _check_content(message, where)
+        _check_content(message, where, images)
         data.check(message, where, 0)
 
 
@@ -265,7 +279,14 @@ def _calls(message: Mapping[str, Any]) -> bool:
     return any(message.get(name) for name in ("tool_calls", "function_call"))
 
 
-def _check_content(message: Mapping[str, Any], where: str) -> None:
+def _plain_part(part: Mapping[str, Any], image: str | None) -> dict[str, str]:
+    """A part of a content as templates know it."""
+    if part["type"] == "image":
+        return {"type": "image"} if image is None else {"type": "text", "text": image}
+    return {"type": "text", "text": part[part["type"]]}
+
+
+def _check_content(message: Mapping[str, Any], where: str, images: bool) -> None:
     content = message.get("content")
     if content is None:
         if _calls(message) or message.get("role") == "assistant":  # what an answer looks like
@@ -278,10 +299,13 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
         raise TemplateError(f"{where}.content: expected a string or a list of parts, found {kind}")
     for number, part in enumerate(content):
         found = part.get("type") if isinstance(part, Mapping) else None
+        if images and part == {"type": "image"}:
+            continue
         known = ("text", "refusal") if message.get("role") == "assistant" else ("text",)
         if found not in known or not isinstance(part.get(found), str):
             shape = f"type {safe_repr(found)}" if found else type(part).__name__
-            only = "" if found in (None, "text") else " (images, audio and files are not supported)"
+            media = "audio and files" if images else "images, audio and files"
+            only = "" if found in (None, "text") else f" ({media} are not supported)"
             expected = '{"type": "text", "text": ...}'
             raise TemplateError(
                 f"{where}.content[{number}]: expected {expected}, found {shape}{only}"
@@ -392,7 +416,7 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": f"{content}{mark} "}
-    if not content:
+    if not content or content[-1]["type"] == "image":
         raise TemplateError("continue_final_message: the last message has no text to continue")
     *others, last = content
     text = f"{last[last['type']]}{mark} "
@@ -437,6 +461,8 @@ class ControlTextGuard:
 
     def __init__(self, spellings: Iterable[str]) -> None:
         known = [text for text in spellings if len(text) > 1]
+        self._known = frozenset(known)
+        self._with: dict[str, ControlTextGuard] = {}
         self._splitter = SpecialSplitter(dict.fromkeys(known, 0))
         # Parts count only at a bracket or the like: a role that ends in a letter is not changed.
         opening = [text for text in known if not text[0].isalnum()]
@@ -444,6 +470,14 @@ class ControlTextGuard:
         self._heads = {text[:length] for text in opening for length in range(1, len(text))}
         self._tails = {text[length:] for text in closing for length in range(1, len(text))}
         self._longest = max(map(len, known), default=1)
+
+    def with_spelling(self, text: str) -> ControlTextGuard:
+        """The same, which also breaks up ``text``."""
+        if text in self._known:
+            return self
+        if text not in self._with:
+            self._with[text] = ControlTextGuard([*self._known, text])
+        return self._with[text]
 
     def choose_breaker(self, values: object, template: str) -> str | None:
         """A character that occurs nowhere, or None if there is nothing to break up."""

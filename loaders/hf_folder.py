@@ -46,7 +46,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
 from sdk.models.vision.family import PROCESSOR, VISION, WHOLE
-from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
+from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -66,6 +66,7 @@ _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
 )
 
 
@@ -162,13 +163,10 @@ class HfFolder:
         if part is not None:
             return self._cut(name, part)
         stored = self._find(name, f"{name}.weight")
-        if name.startswith(VISION_ROOT) and (len(stored.shape) > 2 or name in self._turned):
-            values = self._read(name, stored)
-            self._report(stored)
-            return weight_of(Dense(vision_tensors.as_matrix(values)))
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         turned = self._rules.layers_transposed and name.startswith("model.layers.")
+        turned = turned or name in self._turned
         if name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES:
             self._report(stored)
             return unread(stored)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdk.kernels.lazy_torch import Tensor
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
 from sdk.loaders.safetensors_reader import StoredTensor
@@ -65,10 +64,3 @@ def turned(config: Mapping[str, Any]) -> frozenset[str]:
     """Our names of the tower's matrices that files have as ``[in, out]``."""
     own = family(config[WHOLE]["model_type"]) if WHOLE in config else None
     return frozenset(() if own is None else (VISION_ROOT + name for name in own.names.turned))
-
-
-def as_matrix(values: Tensor) -> Tensor:
-    """A convolution ``[out, ...]`` as the matrix of a whole window; a matrix turned."""
-    if values.dim() == 2:
-        return values.t().contiguous()
-    return values.reshape(len(values), -1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from sdk.kernels.layouts import Dense
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
 from sdk.kernels.norm import Norm
@@ -28,7 +29,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.stored import by_row
-from sdk.quant.weight import Side, Weight, concat
+from sdk.quant.weight import Side, Weight, concat, weight_of
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
 ROOTS = (
@@ -453,6 +454,15 @@ class Source:
 
         shape = (out_features, in_features)
         return self._bound(path, pull, (whole(path, shape),), activation_bits=ACCURATE)
+
+    def given(self, path: str, values: Callable[[], Tensor]) -> Projection:
+        """Like :meth:`matrix`, for a matrix ``[out, in]`` that is computed from tensors."""
+
+        def pull() -> Matrix:
+            matrix = values()
+            return Matrix(weight_of(Dense(matrix)), self._bias(path, len(matrix), False))
+
+        return self._bound(path, pull, (), activation_bits=ACCURATE)
 
     def expert_share(self, path: str) -> ExpertShare | None:
         """This rank's experts of the layer ``path``; ``None``: it has a part of each one."""

@@ -18,7 +18,7 @@ to the rest of the package:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sdk.kernels.dataclass import dataclass
 
@@ -29,6 +29,19 @@ class TooManyTokens(Exception):
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
         self.at_least = at_least
+
+
+class ImageTexts(NamedTuple):
+    """The images of a conversation as text.
+
+    ``placeholder``: what a chat template writes for one image. ``written``: the same with what
+    belongs around it, for templates that write no images. ``expanded``: what takes the place of
+    each placeholder, in the order of the conversation.
+    """
+
+    placeholder: str
+    written: str
+    expanded: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +225,16 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,
+        image_texts: ImageTexts | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of the rendered conversation, safe for untrusted messages.
 
         Control tokens written by the template are parsed; the same characters inside a message, a
-        tool or a keyword argument are encoded as text. BOS appears once.
+        tool or a keyword argument are encoded as text, and so are placeholders of images. BOS
+        appears once. ``image_texts``: of the parts ``{"type": "image"}`` in ``messages``, which are
+        an error without it.
+
+        :raises TemplateError: the template writes more or fewer images than there are.
         """
         ...

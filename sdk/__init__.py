@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         SnapshotError as SnapshotError,
         UnsupportedError as UnsupportedError,
     )
+    from sdk.api.image_hosts import ImageHosts as ImageHosts
     from sdk.llm import LLM as LLM
     from sdk.api.lora import LoRAInfo as LoRAInfo, LoRARequest as LoRARequest
     from sdk.memory.plan import Alternative as Alternative, MemoryPlan as MemoryPlan
@@ -77,6 +78,7 @@ __distribution__ = "embedlm"
 
 # The module of each public name; __getattr__ imports it when the name is first used.
 _EXPORTS = {
+    "ImageHosts": "sdk.api.image_hosts",
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
     "LoRAInfo": "sdk.api.lora",

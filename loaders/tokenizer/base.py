@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
-from sdk.quant.tokenizer import FimTokens
+from sdk.quant.tokenizer import FimTokens, ImageTexts
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
     from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
@@ -184,10 +184,12 @@ class TextTokenizer(ABC):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        image: str | None = None,
         **kwargs: Any,
     ) -> str:
         return self._compiled(self.template_source(chat_template, tools)).render(
             messages,
+            image=image,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -204,12 +206,15 @@ class TextTokenizer(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         stop_after: int | None = None,
+        image_texts: ImageTexts | None = None,
         **kwargs: Any,
     ) -> list[int]:
         from sdk.loaders.chat_template import check_conversation
 
-        check_conversation(messages, tools, kwargs)
+        check_conversation(messages, tools, kwargs, images=image_texts is not None)
         guard = self._guard(self._made_guard)
+        if image_texts is not None:  # also where the placeholder is no control token
+            guard = guard.with_spelling(image_texts.placeholder)
         outside: dict[str, Any] = {"messages": messages, "tools": tools, **kwargs}
         breaker = guard.choose_breaker(outside, self.template_source(chat_template, tools))
         if breaker is not None:
@@ -220,10 +225,13 @@ class TextTokenizer(ABC):
             continue_final_message=continue_final_message,
             tools=outside.pop("tools"),
             chat_template=chat_template,
+            image=None if image_texts is None else image_texts.written,
             **outside,
         )
         if breaker is not None:  # the template may write ASCII JSON
             text = text.replace(json.dumps(breaker)[1:-1], breaker)
+        if image_texts is not None:
+            text = _with_images(text, image_texts)
         return self._encode_rendered(text, breaker, stop_after)
 
     def _made_guard(self) -> ControlTextGuard:
@@ -266,6 +274,22 @@ class TextTokenizer(ABC):
                 "the model has no chat template; pass chat_template= or a plain prompt"
             )
         return self._facts.chat_template
+
+
+def _with_images(text: str, images: ImageTexts) -> str:
+    """A rendered conversation with the images in the place of their placeholders.
+
+    :raises TemplateError: there are more or fewer places than images.
+    """
+    from sdk.loaders.chat_template import TemplateError
+
+    pieces = text.split(images.placeholder)
+    if len(pieces) - 1 != len(images.expanded):
+        raise TemplateError(
+            f"messages: the chat template writes {len(pieces) - 1} places for "
+            f"{len(images.expanded)} images; put images into messages of users"
+        )
+    return "".join(map("".join, zip(pieces, (*images.expanded, ""), strict=True)))
 
 
 def _fitting(first: int, second: int, room: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ torch is not imported, as in :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from types import MappingProxyType
@@ -20,10 +20,14 @@ from sdk.models.config_fields import Fields, without_null
 from sdk.quant.checkpoint import VISION_ROOT
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from sdk.models.layers import Source
     from sdk.models.vision.config import VisionConfig
+    from sdk.models.vision.patches import Places
+    from sdk.models.vision.positions import Array
 
 #: What a config has beside its text part and its vision part: the keys of the whole model.
 WHOLE = "multimodal_config"
@@ -35,22 +39,20 @@ PROCESSOR = "image_processor"
 class Projector(Protocol):
     """Makes tokens of text of what a tower computes."""
 
-    def __call__(self, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """x float32 ``[patches, width]`` of tiles with ``shapes`` (rows and columns of patches),
-        one after the other -> float32 ``[tokens, hidden]``."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 ``[patches, width]``, those of a token one after the other -> float32
+        ``[tokens, hidden]``."""
 
 
 class VisionNames(NamedTuple):
     """The names of a family's tensors in a folder.
 
-    ``tower``: what those of the tower begin with, ``projector``: those after it; several spellings.
-    ``layers``: what comes before the number of a layer. ``whole``: names of the tower, of the
-    projector (``projector.…``), and ``layer``: inside a layer, ours to the file's.
-    ``turned``: our names of matrices that the file has as ``[in, out]``.
+    ``prefixes``: how names begin there, and how below; of several that fit the first one counts.
+    ``layers``: what comes before the number of a layer. ``whole``: names outside layers, ``layer``:
+    inside, ours to the file's. ``turned``: ours of matrices that the file has as ``[in, out]``.
     """
 
-    tower: tuple[str, ...]
-    projector: tuple[str, ...]
+    prefixes: Mapping[str, str]
     layers: str
     whole: Mapping[str, str]
     layer: Mapping[str, str]
@@ -60,24 +62,16 @@ class VisionNames(NamedTuple):
         """Our name of a folder's tensor; ``None``: it is not one that the tower uses. ``layers``:
         how many of them run."""
         inside = name.removeprefix("model.")
-        found = next((p for p in (*self.tower, *self.projector) if inside.startswith(p)), None)
+        found = next((one for one in self.prefixes if inside.startswith(one)), None)
         if found is None:
             return None
-        rest = inside.removeprefix(found)
-        of_projector = found in self.projector
-        number = re.fullmatch(rf"{re.escape(self.layers)}\.(\d{{1,4}})\.(.+)", rest)
-        if number is not None and not of_projector:
-            if int(number[1]) >= layers:
-                return None
-            own = _renamed(number[2], self.layer)
-            return own and f"{VISION_ROOT}layers.{number[1]}.{own}"
-        names = {
-            ours: theirs
-            for ours, theirs in self.whole.items()
-            if ours.startswith("projector.") == of_projector
-        }
-        own = _renamed(rest, names)
-        return own and VISION_ROOT + own
+        short = self.prefixes[found] + inside.removeprefix(found)
+        number = re.fullmatch(rf"{re.escape(self.layers)}\.(\d{{1,4}})\.(.+)", short)
+        if number is None:
+            own = _renamed(short, self.whole)
+            return own and VISION_ROOT + own
+        own = _renamed(number[2], self.layer) if int(number[1]) < layers else None
+        return own and f"{VISION_ROOT}layers.{number[1]}.{own}"
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str | None:
@@ -92,9 +86,13 @@ def _renamed(name: str, names: Mapping[str, str]) -> str | None:
 class Family(NamedTuple):
     """A family of vision models.
 
-    ``layer``: what the layers of its tower compute. ``read(whole, vision, hidden)``: its config,
-    from the keys of the whole model and those of the vision part; ``hidden``: of the text.
-    ``projector(source, config)``: built from ``model.projector.…``.
+    ``layer``: what the layers of its tower compute. ``read(whole, vision, text)``: its config,
+    from the keys of the whole model, of the vision part and of the text part.
+    ``projector(source, config)``: built from ``model.projector.…``. ``deepstack``: the same for
+    what comes out of the layer ``config.deepstack[number]``.
+    ``positions(config, table, places)``: what is added to patches, of the table
+    ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and
+    for each one whether it turns by the row (0) or the column (1), int32.
     ``norm_before``, ``norm_after``: the tower has a norm before its first layer
     (``model.norm_before``) or after its last one (``model.norm``).
     """
@@ -102,14 +100,29 @@ class Family(NamedTuple):
     model_types: tuple[str, ...]
     layer: LayerRules
     names: VisionNames
-    read: Callable[[Fields, Fields, int], VisionConfig]
+    read: Callable[[Fields, Fields, Fields], VisionConfig]
     projector: Callable[[Source, VisionConfig], Projector]
+    deepstack: Callable[[Source, VisionConfig, int], Projector] | None = None
+    positions: Callable[[VisionConfig, Array, Places], Array] | None = None
+    frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
     norm_before: bool = False
     norm_after: bool = False
 
 
 #: The modules of families, by the ``model_type`` of the whole model.
-FAMILIES: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3"})
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "gemma3",
+        "idefics3": "idefics3",
+        "mistral3": "pixtral",
+        "qwen2_5_vl": "qwen2_5_vl",
+        "qwen3_vl": "qwen3_vl",
+        "qwen3_vl_moe": "qwen3_vl",
+        "qwen3_5": "qwen3_vl",
+        "qwen3_5_moe": "qwen3_vl",
+        "smolvlm": "idefics3",
+    }
+)
 
 
 def family(model_type: object) -> Family | None:
@@ -134,9 +147,8 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     if own is None:
         return None
     text = config.get("text_config", config)
-    hidden = Fields(text).count("hidden_size", 1 << 20)
     facts = Fields(without_null(vision), "config: vision_config")
-    found = own.read(Fields(without_null(whole)), facts, hidden)
+    found = own.read(Fields(without_null(whole)), facts, Fields(without_null(text)))
     return _with_colors(found, whole.get(PROCESSOR) or {})
 
 

@@ -9,10 +9,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sdk.models.config_fields import Fields
+from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import Family, VisionNames
-from sdk.models.vision.siglip import LAYER, LAYER_NAMES, TOWER, WHOLE_NAMES, siglip_config
+from sdk.models.vision.positions import learned
+from sdk.models.vision.siglip import (
+    LAYER,
+    LAYER_NAMES,
+    LAYERS,
+    PREFIXES,
+    WHOLE_NAMES,
+    siglip_config,
+)
 
 if TYPE_CHECKING:
     from sdk.models.layers import Source
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 CROPS = 4
 
 
-def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
+def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
     tower, patch, side = siglip_config(vision)
     tokens = whole.count("mm_tokens_per_image", side * side, default=256)
     tokens_per_side = math.isqrt(tokens)
@@ -33,7 +41,7 @@ def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
         "gemma3",
         tower,
         patch,
-        hidden,
+        text.count("hidden_size", MAX_WIDTH),
         token_id=whole.count(key, 1 << 24, default=262144),
         max_patches=(CROPS + 1) * side * side,
         max_tokens=(CROPS + 1) * tokens,
@@ -53,18 +61,18 @@ FAMILY = Family(
     ("gemma3",),
     LAYER,
     VisionNames(
-        TOWER,
-        ("multi_modal_projector.",),
-        "encoder.layers",
+        {**PREFIXES, "multi_modal_projector.": "projector."},
+        LAYERS,
         {
             **WHOLE_NAMES,
-            "projector.norm": "mm_soft_emb_norm",
-            "projector.linear.weight": "mm_input_projection_weight",
+            "projector.norm": "projector.mm_soft_emb_norm",
+            "projector.linear.weight": "projector.mm_input_projection_weight",
         },
         LAYER_NAMES,
         turned=("projector.linear",),
     ),
     read,
     projector,
+    positions=learned,
     norm_after=True,
 )

@@ -2,10 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.image import ImageInput
+
+
+class Places(NamedTuple):
+    """Where the patches of a tile are: row and column of each, int64 ``[patches]``, of ``shape``
+    rows and columns."""
+
+    shape: tuple[int, int]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+    @property
+    def raster(self) -> NDArray[np.int64]:
+        """The number of each patch, row by row."""
+        return self.rows * self.shape[1] + self.columns
+
+
+def places(shape: tuple[int, int], merge: int) -> Places:
+    """Squares of ``merge`` by ``merge`` patches one after the other, row by row, and the patches of
+    a square row by row: those that become one token are neighbours."""
+    rows, columns = (np.arange(side, dtype=np.int64).reshape(-1, merge) for side in shape)
+    down, right = len(rows), len(columns)
+    every = (down, right, merge, merge)
+    return Places(
+        shape,
+        np.broadcast_to(rows[:, None, :, None], every).reshape(-1),
+        np.broadcast_to(columns[None, :, None, :], every).reshape(-1),
+    )
+
+
+#: A tile uint8 ``[height, width, 3]`` and its patches.
+Tile = tuple[NDArray[np.uint8], Places]
+#: Tiles run together up to so many patches, or one alone: more would need memory and no less time.
+GROUP = 4096
+
+
+def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
+    """The tiles of an image.
+
+    :raises ValueError: they are not what the tower reads.
+    """
+    unit, found = config.patch * config.merge, list[Tile]()
+    for tile, grid in zip(image.tiles, image.grids, strict=True):
+        shape = tile.shape[0] // config.patch, tile.shape[1] // config.patch
+        if (shape[0] // config.merge, shape[1] // config.merge) != grid or shape[0] % config.merge:
+            raise ValueError(
+                f"image: a tile of {tile.shape[0]} x {tile.shape[1]} pixels and {grid[0]} x "
+                f"{grid[1]} tokens, expected sides of {unit} pixels for each token"
+            )
+        found.append((tile, places(shape, config.merge)))
+    count = sum(rows * columns for rows, columns in image.grids)
+    if count != image.num_tokens:
+        raise ValueError(f"image: {image.num_tokens} tokens, expected {count} by its tiles")
+    return found
+
+
+def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:
+    """The tiles that run together, in their order."""
+    groups, patches = list[list[Tile]](), GROUP
+    for tile in tiles:
+        count = len(tile[1].rows)
+        if patches + count > GROUP:
+            groups.append([])
+            patches = 0
+        groups[-1].append(tile)
+        patches += count
+    return groups
+
+
+def windowed(where: Places, config: VisionConfig) -> tuple[Places, list[int], NDArray[np.int64]]:
+    """The same patches window by window, row by row, tokens of a window row by row; the patches of
+    each window; and for each token its number in this order."""
+    unit, side = config.merge**2, config.window
+    first = np.arange(0, len(where.rows), unit)
+    across = -(-where.shape[1] // side)
+    window = where.rows[first] // side * across + where.columns[first] // side
+    order = np.argsort(window, kind="stable")
+    patches = (order[:, None] * unit + np.arange(unit)).reshape(-1)
+    lengths = (np.bincount(window) * unit).tolist()
+    return (
+        Places(where.shape, where.rows[patches], where.columns[patches]),
+        lengths,
+        np.argsort(order, kind="stable"),
+    )
 
 
 def color_table(config: VisionConfig) -> NDArray[np.float32]:
@@ -18,15 +105,16 @@ def color_table(config: VisionConfig) -> NDArray[np.float32]:
 
 
 def patch_rows(
-    tile: NDArray[np.uint8], table: NDArray[np.float32], patch: int
+    tile: NDArray[np.uint8], table: NDArray[np.float32], patch: int, where: Places
 ) -> NDArray[np.float32]:
-    """A tile uint8 ``[height, width, 3]`` -> its patches row by row, float32
-    ``[patches, 3 * patch * patch]``: the red of a patch, then green, then blue. What a side has
-    beyond whole patches is left out, as a convolution does."""
-    rows, columns = tile.shape[0] // patch, tile.shape[1] // patch
+    """The patches of a tile uint8 ``[height, width, 3]``, float32 ``[patches, 3 * patch * patch]``:
+    the red of a patch row by row, then green, then blue. What a side has beyond whole patches is
+    left out, as a convolution does."""
+    rows, columns = where.shape
     whole = tile[: rows * patch, : columns * patch]
     squares = whole.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
-    found = np.empty((rows, columns, 3, patch, patch), np.float32)
+    ordered = squares[where.rows, where.columns]
+    found = np.empty(ordered.shape, np.float32)
     for color in range(3):
-        np.take(table[color], squares[:, :, color], out=found[:, :, color])
-    return found.reshape(rows * columns, -1)
+        np.take(table[color], ordered[:, color], out=found[:, color])
+    return found.reshape(len(found), -1)

@@ -1,53 +1,101 @@
 """What makes tokens of text of a tower's patches. Names of weights begin with ``model.projector``.
 
-Every result depends on one tile alone, so images have the same bits alone and with others.
+The patches of a token are neighbours (:func:`sdk.models.vision.patches.places`), so each result
+depends on a run of rows, and images have the same bits alone and with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.norm import Norm
 from sdk.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.layers import Source
 
 PATH = "model.projector"
 
 
 class PooledLinear:
-    """Average over squares of ``merge`` by ``merge`` patches, RMSNorm, one matrix (Gemma 3).
+    """The mean of a token's patches, RMSNorm, one matrix (Gemma 3).
 
     ``offset``: added to the stored weight of the norm.
     """
 
     def __init__(self, source: Source, config: VisionConfig, *, offset: float) -> None:
-        self.ops, self.merge = source.ops, config.merge
+        self.ops, self.patches = source.ops, config.merge**2
         width = config.tower.hidden_size
         weight = source.vector(f"{PATH}.norm.weight", width)
         self.norm = Norm(weight + offset if offset else weight, config.tower.norm_eps)
         self.linear = source.matrix(f"{PATH}.linear", config.hidden_size, width)
 
-    def __call__(self, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """See :class:`sdk.models.vision.family.Projector`."""
-        pooled = torch.cat([pool(one, shape, self.merge) for one, shape in tiles_of(x, shapes)])
+        pooled = x.view(-1, self.patches, x.shape[1]).mean(dim=1)
         return self.linear(self.ops.norm(pooled, self.norm))
 
 
-def tiles_of(x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[tuple[Tensor, tuple[int, int]]]:
-    """The rows of each tile, with its shape."""
-    found, first = [], 0
-    for rows, columns in shapes:
-        found.append((x[first : first + rows * columns], (rows, columns)))
-        first += rows * columns
-    return found
+class MergerMLP:
+    """Norm, the patches of a token side by side, two matrices with an activation between (Qwen).
+
+    ``wide``: the norm is of all patches of a token, else of each one.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: VisionConfig,
+        path: str = PATH,
+        *,
+        wide: bool = False,
+        activation: Activation = "gelu",
+    ) -> None:
+        self.ops, self.wide, self.activation = source.ops, wide, activation
+        width = config.tower.hidden_size
+        self.width = width * config.merge**2
+        self.norm = source.norm(f"{path}.norm", self.width if wide else width)
+        self.first = source.matrix(f"{path}.linear_fc1", self.width, self.width)
+        self.second = source.matrix(f"{path}.linear_fc2", config.hidden_size, self.width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        if self.wide:
+            x = self.ops.norm(x.view(-1, self.width), self.norm)
+        else:
+            x = self.ops.norm(x, self.norm).view(-1, self.width)
+        return self.second(self.ops.activation(self.first(x), self.activation))
 
 
-def pool(x: Tensor, shape: tuple[int, int], side: int) -> Tensor:
-    """Means over squares of ``side`` rows and columns, row by row."""
-    rows, columns = shape[0] // side, shape[1] // side
-    squares = x.view(shape[0], shape[1], -1)[: rows * side, : columns * side]
-    return squares.reshape(rows, side, columns, side, -1).mean(dim=(1, 3)).flatten(0, 1)
+class JoinedLinear:
+    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.width = config.tower.hidden_size * config.merge**2
+        self.linear = source.matrix(f"{PATH}.linear", config.hidden_size, self.width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        return self.linear(x.view(-1, self.width))
+
+
+class MergedMLP:
+    """RMSNorm, one matrix for the patches of a token, feature by feature, two with an activation
+    between (Mistral 3)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.ops, self.patches = source.ops, config.merge**2
+        self.activation = config.projector_activation
+        width, hidden = config.tower.hidden_size, config.hidden_size
+        self.norm = source.norm(f"{PATH}.norm", width, config.projector_eps)
+        self.merge = source.matrix(f"{PATH}.merge", width, width * self.patches)
+        self.first = source.matrix(f"{PATH}.linear_1", hidden, width)
+        self.second = source.matrix(f"{PATH}.linear_2", hidden, hidden)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        x = self.ops.norm(x, self.norm).view(-1, self.patches, x.shape[1])
+        x = self.merge(x.transpose(1, 2).contiguous().view(len(x), -1))
+        return self.second(self.ops.activation(self.first(x), self.activation))

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import Fields
-from sdk.models.vision.config import encoder_config, square
+from sdk.models.vision.config import encoder_config, square_tiles
 
 if TYPE_CHECKING:
     from sdk.models.config import ModelConfig
 
 LAYER = LayerRules(norm=LAYER_NORM, gated=False)
 #: Spellings of transformers 4 and 5.
-TOWER = ("vision_tower.vision_model.", "vision_tower.")
+PREFIXES = {"vision_tower.vision_model.": "tower.", "vision_tower.": "tower."}
+LAYERS = "tower.encoder.layers"
 WHOLE_NAMES = {
-    "patches": "embeddings.patch_embedding",
-    "positions": "embeddings.position_embedding",
-    "norm": "post_layernorm",
+    "patches": "tower.embeddings.patch_embedding",
+    "positions.weight": "tower.embeddings.position_embedding.weight",
+    "norm": "tower.post_layernorm",
 }
 LAYER_NAMES = {
     "input_layernorm": "layer_norm1",
@@ -42,7 +43,5 @@ def siglip_config(vision: Fields, layers: int | None = None) -> tuple[ModelConfi
         activation=vision.text("hidden_act", default="gelu_pytorch_tanh"),
         layers=layers,
     )
-    patch, image = square(vision, "patch_size"), square(vision, "image_size")
-    if image < patch:
-        vision.fail("image_size", f"at least one patch of {patch} pixels", image)
-    return tower, patch, image // patch
+    patch, side = square_tiles(vision)
+    return tower, patch, side

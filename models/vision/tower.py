@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdk.kernels.host.torch_import import one_mode
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
@@ -20,14 +22,16 @@ from sdk.models.parallel import Mesh
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
-from sdk.models.vision.patches import color_table, patch_rows
+from sdk.models.vision.memory import workspace_bytes
+from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
 from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
-    from sdk.models.layers import Projection
     from sdk.models.parts import Tensors
+    from sdk.models.vision.family import Projector
+    from sdk.models.vision.positions import Array
     from sdk.quant.weight import Weight
 
 
@@ -108,106 +112,208 @@ class Tower:
     """
 
     def __init__(self, source: Source, config: VisionConfig, own: Family) -> None:
-        self.config, self.ops = config, source.ops
-        c = config.tower
-        self.num_layers = c.num_layers
-        self._table = color_table(config)
-        numbers = 3 * config.frames * config.patch**2
-        self.patches: Projection = source.matrix("model.patches", c.hidden_size, numbers)
-        self.positions: Weight | None = None
+        self.config, self.ops, self.family = config, source.ops, own
+        self.num_layers = config.tower.num_layers
+        self.colors = color_table(config)
+        self.patches = source.given("model.patches", lambda: _patch_matrix(source, config))
+        #: Rows of learned positions, float32 ``[positions, width]``.
+        self.positions: Array | None = None
         if config.positions:
-            self.positions = source.table("model.positions", config.positions)
-        self.norm_before: Norm | None = (
-            source.norm("model.norm_before") if own.norm_before else None
-        )
+            shape = config.positions, config.tower.hidden_size
+            self.positions = source.vector("model.positions.weight", *shape).numpy(force=True)
+        self.norm_before: Norm | None = None
+        if own.norm_before:
+            self.norm_before = source.norm("model.norm_before")
         self.layers = [
             Layer(source, f"model.layers.{i}", i, own.layer) for i in range(self.num_layers)
         ]
         self.norm: Norm | None = source.norm("model.norm") if own.norm_after else None
         self.projector = own.projector(source, config)
-        self.ropes = [source.rope(spec) for spec in c.ropes]
+        self.deepstack: list[Projector] = []
+        if own.deepstack is not None:
+            numbers = range(len(config.deepstack))
+            self.deepstack = [own.deepstack(source, config, number) for number in numbers]
+        self.turns: tuple[Tensor, Tensor] | None = None
+        if own.frequencies is not None:
+            frequencies, axes = map(torch.from_numpy, own.frequencies(config))
+            self.turns = frequencies.to(self.ops.device), axes.to(self.ops.device)
         self.linears = source.linears
         self.vectors = source.vectors
 
     def begin(self, images: Sequence[ImageInput]) -> TowerRun:
-        """Start to encode images: their patches are embedded, no layer has run."""
+        """Start to encode images: no layer has run.
+
+        :raises ValueError: the tiles of an image are not what this tower reads.
+        """
         return TowerRun(self, images)
 
     def workspace_bytes(self, patches: int) -> int:
-        """See :func:`workspace_bytes`."""
+        """See :func:`sdk.models.vision.memory.workspace_bytes`."""
         return workspace_bytes(self.config, patches)
 
 
+def _patch_matrix(source: Source, config: VisionConfig) -> Tensor:
+    """What the numbers of a patch are multiplied with, float32 ``[hidden, 3 * patch * patch]``. The
+    pictures of a patch are equal, so the weights of each are added up."""
+    side, hidden = config.patch, config.tower.hidden_size
+    shape = (
+        (hidden, 3, side, side) if config.frames == 1 else (hidden, 3, config.frames, side, side)
+    )
+    values = source.vector("model.patches.weight", *shape)
+    del source.vectors["model.patches.weight"]  # the matrix has it
+    return (values.sum(dim=2) if config.frames > 1 else values).reshape(hidden, -1)
+
+
 class TowerRun:
-    """Images that are being encoded."""
+    """Images that are being encoded, as many tiles at a time as have :data:`GROUP` patches."""
 
     def __init__(self, tower: Tower, images: Sequence[ImageInput]) -> None:
         self._tower, self._images = tower, tuple(images)
-        self._done = 0
-        patch = tower.config.patch
-        tiles = [tile for image in images for tile in image.tiles]
-        self._shapes = [(tile.shape[0] // patch, tile.shape[1] // patch) for tile in tiles]
-        lengths = [rows * columns for rows, columns in self._shapes]
-        with torch.inference_mode():
-            self._batch = sequence_batch(lengths, tower.ops)
-            c = tower.config.tower
-            self._pages = sequence_pages(num_pages(lengths), c.num_kv_heads, c.head_dim, tower.ops)
-            self._delta = self._embedded(tiles)
-            self._residual: Tensor | None = None
-            angles = [rope.cos_sin(self._batch.positions, tower.ops) for rope in tower.ropes]
-            self._step = Step(self._batch, angles)
-        self._rows: list[Tensor] = []
+        tiles = [tile for image in images for tile in checked(image, tower.config)]
+        self._waiting = tile_groups(tiles)
+        self._group: TileGroup | None = None
+        self._found: list[Tensor] = []
 
-    def _embedded(self, tiles: Sequence[Any]) -> Tensor:
-        tower, ops = self._tower, self._tower.ops
-        patch = tower.config.patch
-        rows = [torch.from_numpy(patch_rows(tile, tower._table, patch)) for tile in tiles]
-        x = tower.patches(torch.cat(rows).to(ops.device))
-        if tower.positions is not None:
-            x = ops.add(x, tower.positions.rows(self._batch.positions))
-        return x if tower.norm_before is None else ops.norm(x, tower.norm_before)
+    @property
+    def patches(self) -> int:
+        """Of those whose layers run next: what a layer costs grows with it. 0: all is done."""
+        if self._group is not None:
+            return self._group.patches
+        return sum(map(len, (p.rows for _, p in self._waiting[0]))) if self._waiting else 0
 
     def advance(self, layers: int) -> bool:
-        """Run up to ``layers`` more layers; ``True`` when all are done, and the projector too."""
-        tower, end = self._tower, min(self._done + layers, self._tower.num_layers)
+        """Run up to ``layers`` more layers; ``True`` when everything is done."""
         with torch.inference_mode():
-            for layer in tower.layers[self._done : end]:
-                self._delta, self._residual = layer(
-                    self._delta, self._residual, self._step, [self._pages]
-                )
-            self._done = end
-            if end < tower.num_layers:
-                return False
-            if not self._rows:
-                self._rows = self._projected()
+            while self._waiting or self._group is not None:
+                if self._group is None:
+                    self._group = TileGroup(self._tower, self._waiting.pop(0))
+                layers -= self._group.advance(layers)
+                if not self._group.done:
+                    return False
+                self._found.append(self._group.projected())
+                self._group = None
+                if layers <= 0 and self._waiting:
+                    return False
         return True
 
-    def _projected(self) -> list[Tensor]:
+    def rows(self) -> list[Tensor]:
+        """For each image float32 ``[num_tokens, features * hidden]``, token by token.
+
+        :raises ValueError: not all layers have run.
+        """
+        if self._waiting or self._group is not None:
+            raise ValueError("rows: layers are left to run, advance() returns True when none is")
+        every, found, first = torch.cat(self._found), [], 0
+        for image in self._images:
+            found.append(every[first : first + image.num_tokens])
+            first += image.num_tokens
+        return found
+
+
+class TileGroup:
+    """Tiles that run together, each one a sequence."""
+
+    def __init__(self, tower: Tower, tiles: Sequence[Tile]) -> None:
+        self._tower = tower
+        lengths = [len(where.rows) for _, where in tiles]
+        self.patches = sum(lengths)
+        #: For each token its row, where windows reorder them.
+        self._order: Tensor | None = None
+        windows = lengths
+        if tower.config.window:
+            tiles, windows = self._in_windows(tiles)
+        c, ops = tower.config.tower, tower.ops
+        pages = max(num_pages(lengths), num_pages(windows))
+        self._pages = [sequence_pages(pages, c.num_kv_heads, c.head_dim, ops)]
+        angles = [self._angles(tiles)]
+        #: Of layers that see whole tiles, and of those that see windows.
+        self._full = self._windows = Step(sequence_batch(lengths, ops), angles)
+        if tower.config.window:
+            self._windows = Step(sequence_batch(windows, ops), angles)
+        self._delta = self._embedded(tiles)
+        self._residual: Tensor | None = None
+        self._run = 0
+        self._deepstack: list[Tensor] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all layers have run."""
+        return self._run == self._tower.num_layers
+
+    def _in_windows(self, tiles: Sequence[Tile]) -> tuple[list[Tile], list[int]]:
+        """The tiles with their patches window by window, and the patches of each window."""
+        found, every, back, first = list[Tile](), list[int](), [], 0
+        for tile, where in tiles:
+            places, lengths, order = windowed(where, self._tower.config)
+            found.append((tile, places))
+            every += lengths
+            back.append(order + first)
+            first += len(order)
+        self._order = torch.from_numpy(np.concatenate(back)).to(self._tower.ops.device)
+        return found, every
+
+    def _angles(self, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
+        ops, turns = self._tower.ops, self._tower.turns
+        if turns is None:
+            empty = ops.empty(self.patches, 0)
+            return empty, empty
+        at = np.stack(
+            [
+                np.concatenate([where.rows for _, where in tiles]),
+                np.concatenate([where.columns for _, where in tiles]),
+            ]
+        )
+        return ops.rope_angles(torch.from_numpy(at).to(ops.device), turns[0], 1.0, turns[1])
+
+    def _embedded(self, tiles: Sequence[Tile]) -> Tensor:
+        """What the first layer reads."""
+        tower, ops = self._tower, self._tower.ops
+        patch = tower.config.patch
+        pixels = [patch_rows(tile, tower.colors, patch, where) for tile, where in tiles]
+        x = tower.patches(torch.from_numpy(np.concatenate(pixels)).to(ops.device))
+        if tower.positions is not None:
+            add = tower.family.positions
+            assert add is not None
+            own = [add(tower.config, tower.positions, where) for _, where in tiles]
+            x = ops.add(x, torch.from_numpy(np.concatenate(own)).to(ops.device))
+        return x if tower.norm_before is None else ops.norm(x, tower.norm_before)
+
+    def advance(self, layers: int) -> int:
+        """Run up to ``layers`` layers; returns how many."""
+        tower, first = self._tower, self._run
+        end = min(first + max(layers, 0), tower.num_layers)
+        for number in range(first, end):
+            layer = tower.layers[number]
+            whole = number in tower.config.full
+            self._delta, self._residual = layer(
+                self._delta,
+                self._residual,
+                self._full if whole else self._windows,
+                self._pages,
+            )
+            if number in tower.config.deepstack:
+                stream = self._stream()
+                project = tower.deepstack[len(self._deepstack)]
+                self._deepstack.append(project(stream))
+        self._run = end
+        return end - first
+
+    def _stream(self) -> Tensor:
+        """What comes out of the last layer that ran, in memory of its own."""
+        ops = self._tower.ops
+        assert self._residual is not None
+        stream = ops.add(ops.zeros(*self._delta.shape), self._residual)
+        return ops.add(stream, self._delta)
+
+    def projected(self) -> Tensor:
+        """The tokens, float32 ``[tokens, features * hidden]``."""
         tower, ops = self._tower, self._tower.ops
         assert self._residual is not None
         if tower.norm is None:
             x = ops.add(self._residual, self._delta)
         else:
             x, _ = ops.add_norm(self._delta, self._residual, tower.norm, wide=True)
-        rows = tower.projector(x, self._shapes)
-        found, first = [], 0
-        for image in self._images:
-            found.append(rows[first : first + image.num_tokens])
-            first += image.num_tokens
-        return found
-
-    def rows(self) -> list[Tensor]:
-        """For each image float32 ``[num_tokens, features * hidden]``, token by token."""
-        if not self._rows:
-            raise ValueError("the tower's layers have not all run: advance() says when they have")
-        return self._rows
-
-
-def workspace_bytes(config: VisionConfig, patches: int) -> int:
-    """Memory of a run with this many patches beside the weights, at most, in bytes."""
-    c = config.tower
-    heads = c.num_heads * c.head_dim
-    pages = 2 * heads * (patches + 127)
-    pixels = 3 * config.patch**2 * patches
-    block = max(4 * heads, 3 * c.intermediate_size)
-    return 4 * (pages + max(pixels * 2, patches * (block + 3 * c.hidden_size)))
+        rows = tower.projector(x)
+        if self._order is not None:
+            rows = ops.select_rows(rows, self._order)
+        return torch.cat([rows, *self._deepstack], dim=1) if self._deepstack else rows

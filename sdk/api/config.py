@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from sdk.api.errors import QuantizationError, RequestError, SdkError
 from sdk.api.flags import check_flags
+from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import MAX_IMAGES, image_options
 from sdk.api.memory_pool import MemoryPool
+from sdk.api.option_ranges import CHOICES, COUNTS, SHORT_FOR
 from sdk.api.remote_workers import RemoteWorkers
 from sdk.api.scheduling_policy import (
-    POLICIES,
     PolicyName,
     SchedulingPolicy,
     check_aging,
@@ -89,6 +91,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enable_prompt_embeds: bool = False
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    image_fetcher: ImageFetcher | None = None
+    allowed_local_media_path: str | None = None
     disable_additional_properties: bool = False
     kv_cache_dtype: str = "auto"
     kv_policy: str | None = None
@@ -125,6 +130,9 @@ class EngineConfig:
             flags = [one.name for one in fields(self) if one.type == "bool"]
             check_flags(**{name: getattr(self, name) for name in flags})
             self._check()
+            images = self.limit_mm_per_prompt, self.image_fetcher, self.allowed_local_media_path
+            for name, value in image_options(*images).items():
+                object.__setattr__(self, name, value)
             self._check_lora()
             self._check_experts()
             self._check_cards()
@@ -144,7 +152,7 @@ class EngineConfig:
                     f"{instead}"
                 )
         self._check_choices()
-        for name, (low, high) in _COUNTS.items():
+        for name, (low, high) in COUNTS.items():
             value = getattr(self, name)
             if value is None:
                 continue
@@ -156,8 +164,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, MemoryPool):
                 object.__setattr__(self, name, parse_bytes(value, name))
-        if self.dtype in _SHORT_FOR:  # vLLM's other spellings
-            object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
+        if self.dtype in SHORT_FOR:  # vLLM's other spellings
+            object.__setattr__(self, "dtype", SHORT_FOR[self.dtype])
         self._check_steps()
         self._check_scheduling()
         self._check_swap()
@@ -208,7 +216,7 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(value))
 
     def _check_choices(self) -> None:
-        for name, allowed in _CHOICES.items():
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if name == "scheduling_policy" and isinstance(value, SchedulingPolicy):
                 continue
@@ -347,6 +355,11 @@ class EngineConfig:
             raise RequestError(
                 f"{method} is not supported on a GPU in this release; use method 'ngram'"
             )
+
+    @property
+    def most_images(self) -> int:
+        """Images of one prompt."""
+        return dict(self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
 
     def _check_lora(self) -> None:
         if self.lora_memory is not None:
@@ -565,35 +578,3 @@ def _kv_cache_dtype(text: object) -> str:
         return str(KVTypes.parse(name))
     except ValueError as error:
         raise RequestError(f"kv_cache_dtype: {error}") from error
-
-
-_SHORT_FOR: dict[str, str] = {"half": "float16", "float": "float32"}
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "distributed_executor_backend": (None, "mp", "uni", "ray"),
-    "tokenizer_mode": ("auto",),
-    "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
-    "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "gguf", "safetensors"),
-    "scheduling_policy": POLICIES,
-    "prefix_eviction": ("lru", "cost"),
-    "replica_routing": ("state", "requests", "round_robin"),
-    "lora_dtype": ("auto", "int8"),
-    "compute": ("auto", "exact"),
-}
-_COUNTS: dict[str, tuple[int, int]] = {
-    "tensor_parallel_size": (1, 64),
-    "pipeline_parallel_size": (1, 64),
-    "data_parallel_size": (1, 64),
-    "prefill_replicas": (0, 63),
-    "num_redundant_experts": (0, 2**16),
-    "seed": (0, 2**64 - 1),
-    "num_threads": (1, 1024),
-    "max_model_len": (1, 2**31 - 1),
-    "max_num_seqs": (1, 4096),
-    "max_num_batched_tokens": (1, 2**20),
-    "max_waiting": (0, 2**31 - 1),
-    "block_size": (1, 1024),
-    "max_loras": (1, 4096),
-    "max_lora_rank": (1, 4096),
-    "max_cpu_loras": (1, 4096),
-}

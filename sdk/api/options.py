@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from sdk.api.config import EngineConfig, ProgressCallback
+from sdk.api.image_hosts import ImageFetcher
 from sdk.api.memory_pool import MemoryPool
 from sdk.api.near_misses import option_of_a_call
 from sdk.api.other_names import ENGINE, without_effect
@@ -114,6 +115,14 @@ class EngineOptions(TypedDict, total=False):
     """Split long prompts over several steps. Default: `True`."""
     enable_prompt_embeds: bool
     """Accept `prompt_embeds`; on a CPU the workspace doubles. Default: `False`."""
+    limit_mm_per_prompt: Mapping[str, int] | None
+    """`{"image": 4}`: the most images of a prompt; `{"image": 0}` loads a vision model for text
+    only. Default: none (999)."""
+    image_fetcher: ImageFetcher | None
+    """A function that gets a URL and returns the bytes of the image there, such as
+    `sdk.ImageHosts(["img.example.org"])`. Default: none."""
+    allowed_local_media_path: str | os.PathLike[str] | None
+    """A folder: `image_url` may name files in it. Default: none."""
     disable_additional_properties: bool
     """In every structured answer and tool call, objects that list properties have no others.
     Default: `False`."""

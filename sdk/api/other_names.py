@@ -59,7 +59,6 @@ ENGINE: dict[str, OtherName] = {
     "hf_token": OtherName("log in once with `hf auth login`, or set HF_TOKEN"),
     "use_tqdm_on_load": OtherName("use on_progress=", (True,)),
     "preemption_mode": OtherName("use swap_space= to keep pages", ("recompute",)),
-    "limit_mm_per_prompt": OtherName("models read text only"),
     # llama-cpp-python
     "model_path": OtherName("pass the file as the first argument, model"),
     "n_ctx": OtherName("use max_model_len (default: the model's own context)"),

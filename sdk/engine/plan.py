@@ -82,8 +82,8 @@ class Encoding(NamedTuple):
     """A portion of the work of the tower.
 
     ``begin``: images that are encoded together from now on; what was not finished is given up.
-    ``units``: how many more parts of the run are done: embedding the patches, and each layer, the
-    last one with the projector, whose rows are written. 0: the run is given up.
+    ``units``: how many more layers of groups of tiles run; after the last one the rows are written.
+    0: the run is given up.
     """
 
     begin: tuple[EncodedImage, ...]

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
+from sdk.engine.scheduling.image_limits import BLOCK_ROWS, GROUP_PATCHES, ImageLimits
 from sdk.memory import resolve
-from sdk.memory.weights import tower_bytes
+from sdk.memory.weights import held_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.vision.config import VisionConfig
-from sdk.models.vision.tower import workspace_bytes
+from sdk.models.vision.memory import tower_bytes, workspace_bytes
 from sdk.quant.checkpoint import Checkpoint
 
 #: The image cache takes this much, or one image of the largest size if that is more.
 _CACHE_BYTES = 64 * 2**20
 #: Without a ``max_model_len`` the largest image has so many tokens at most.
 _MOST_TOKENS = 4096
-#: The workspace of a run is at most this, and images are at most as large as fits.
+#: The workspace of the tower is at most this, and a tile at most as large as fits.
 _WORKSPACE_BYTES = 2**30
 
 
 class ImageMemory(NamedTuple):
-    """``rows``: of the image cache; ``max_patches``: of a run of the tower. The rest is in bytes,
-    of all ranks together."""
+    """``rows``: of the image cache; ``max_patches``: of a tile. The rest is in bytes, of all ranks
+    together."""
 
     rows: int
     max_patches: int
@@ -40,7 +41,7 @@ class ImageMemory(NamedTuple):
 
 def reads_images(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether an engine loads the model's encoder of images."""
-    return model.vision is not None and config.images_per_prompt != 0
+    return model.vision is not None and config.most_images != 0
 
 
 def image_memory(
@@ -57,16 +58,18 @@ def image_memory(
     tokens = min(vision.max_tokens, config.max_model_len or min(model.max_position, _MOST_TOKENS))
     tokens = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     patches = min(vision.max_patches, math.ceil(vision.max_patches * tokens / vision.max_tokens))
-    one = workspace_bytes(vision, 1024) / 1024
-    patches = min(patches, max(int(_WORKSPACE_BYTES / one), 1024))
+    if vision.positions and vision.axes is None and not vision.max_patches % vision.positions:
+        patches = vision.positions  # of a tile, which has one size
+    one = workspace_bytes(vision, GROUP_PATCHES) / GROUP_PATCHES
+    patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP_PATCHES))
     row = 4 * vision.features * vision.hidden_size
     rows = max(tokens, _CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS)
-    ranks = config.tensor_parallel_size
+    ranks, entries = config.tensor_parallel_size, checkpoint.entries()
     return ImageMemory(
         rows,
         patches,
-        ranks * tower_bytes(config, checkpoint),
-        ranks * workspace_bytes(vision, patches),
+        ranks * tower_bytes(replace(one, held=held_bytes(one, "cpu")) for one in entries),
+        ranks * workspace_bytes(vision, max(patches, min(GROUP_PATCHES, vision.max_patches))),
         ranks * rows * row,
     )
 
@@ -98,7 +101,6 @@ def image_limits(
     if memory is None or vision is None:
         return None
     seen = [window for window in model.sliding_windows if window is not None]
-    limit = config.images_per_prompt
     return ImageLimits(
         rows=memory.rows,
         layers=vision.tower.num_layers,
@@ -109,6 +111,6 @@ def image_limits(
         both_ways=vision.both_ways is not None,
         window=min(seen, default=0),
         span=config.step_tokens - config.max_num_seqs,
-        per_prompt=1 << 20 if limit is None else limit,
+        per_prompt=config.most_images,
         axes=vision.axes is not None,
     )

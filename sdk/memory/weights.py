@@ -89,13 +89,6 @@ def weight_bytes(
     )
 
 
-def tower_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Of the encoder of images of one rank, packed."""
-    device = resolve.device_of(config)
-    own = [one for one in checkpoint.entries() if one.name.startswith(VISION_ROOT)]
-    return sum(held_bytes(entry, device) for entry in own)
-
-
 def _is_of_layers(layers: int, name: str) -> bool:
     """Whether a tensor is not of the encoder of images, and not of multi-token prediction, which
     comes after the ``layers``."""

@@ -86,6 +86,7 @@ class BeamSearches:
                 (*prompt.token_ids, *beam.tokens),
                 cache_salt=prompt.cache_salt,
                 adapter=prompt.adapter,
+                images=prompt.images,
             )
             for prompt, beams in searches
             for beam in beams.running

@@ -286,6 +286,7 @@ class JobMaker:
                     pooling=_with_texts(pooling, prompt),
                     resolved=_with_healing(resolved, prompt),
                     prompt_embeds=prompt.embeds,
+                    images=prompt.images,
                 ),
                 prompt_token_ids=prompt.token_ids,
                 prompt=prompt.text,

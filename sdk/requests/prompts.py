@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,13 @@ from sdk.api.errors import EngineClosedError, RequestError
 from sdk.api.lora import KnownAdapter
 from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
+from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
+from sdk.requests.prompt_images import ImageReader, described, images_of, shortened
 from sdk.requests.prompt_kinds import (
+    SHORT_CONTEXT,
     ChatOptions,
     Embeds,
     Message,
@@ -27,9 +29,11 @@ from sdk.requests.prompt_kinds import (
     embeds_salt,
     fim_prompt,
     fim_tokens_of,
+    is_small,
     read_embeds,
     tool_format_of,
 )
+from sdk.requests.prompt_limits import PromptLimits, is_id
 from sdk.sampling.healing import Healing, TokenPrefixes
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,
@@ -37,9 +41,6 @@ from sdk.sampling.healing import Healing, TokenPrefixes
 #: ``prompt`` also ``suffix`` and ``suffix_first`` (fill-in-the-middle). Or with ``prompt_embeds``.
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
-#: Limits below which prompts are tokenized in the caller's thread, even in an event loop: a few ms.
-SHORT_TEXT = 4096  # characters
-SHORT_CONTEXT = 1024  # tokens
 #: The most prompts or conversations in one call.
 MAX_PROMPTS = 2**20
 
@@ -71,6 +72,7 @@ class Prompt:
     skip: int = 0
     #: Of two texts, which models with token types tell apart: the first token of the second one.
     second_text: int | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @contextmanager
@@ -90,26 +92,6 @@ def as_request_error(what: str) -> Iterator[None]:
         if is_value_error(error) or kind is Exception or kind.__name__ == "PanicException":
             raise RequestError(f"{what}: cannot be read: {safe_message(error)}") from error
         raise
-
-
-def _is_small(value: object) -> bool:
-    """Whether plain data has at most ``SHORT_TEXT`` characters and values; reads no more."""
-    left, waiting = SHORT_TEXT, [value]
-    while waiting and left >= 0:
-        item = waiting.pop()
-        left -= 1
-        if type(item) is str:
-            left -= len(item)
-        elif type(item) is dict:
-            left -= len(item)
-            waiting.extend(item.values() if left >= 0 else ())
-        elif type(item) is list or type(item) is tuple:
-            left -= len(item)
-            if left >= 0 and item and type(item[0]) is not int:  # not token ids
-                waiting.extend(item)
-        elif item is not None and not isinstance(item, int | float):
-            return False
-    return left >= 0
 
 
 def is_conversation(value: object) -> bool:
@@ -137,7 +119,7 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
                 "prompt: expected text, token ids, a dict or a list of them, found "
                 f"{safe_repr(prompts)}"
             )
-        if len(prompts) and _is_id(prompts[0]):
+        if len(prompts) and is_id(prompts[0]):
             return [cast("Sequence[int]", prompts)]
         return _bounded(prompts)
 
@@ -188,10 +170,6 @@ def _bounded(items: Sequence[Any]) -> list[Any]:
     return list(itertools.islice(items, MAX_PROMPTS))
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def with_salt(prompt: PromptLike, salt: str | None) -> PromptLike:
     """The prompt, whose prefix is shared only with prompts of the same salt."""
     if salt is None:
@@ -212,12 +190,14 @@ class PromptReader:
         max_model_len: int,
         chat_template: str | None = None,
         hidden_size: int | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """``hidden_size``: of the model, if it accepts embeddings."""
+        """``hidden_size``: of the model, if it accepts embeddings. ``images``: None if it reads
+        text only."""
         self.tokenizer = tokenizer
         self._hidden_size = hidden_size
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._limits = PromptLimits(vocab_size, max_model_len)
+        self.images = images
         self._chat_template = chat_template
         self._prefixes = Once[TokenPrefixes]()
         self._closed = False
@@ -250,9 +230,9 @@ class PromptReader:
             given = params if isinstance(params, list | tuple) else [params]
             if any(isinstance(one, SamplingParams) and one.token_healing for one in given):
                 return False
-        if isinstance(prompts, str) and self._max_model_len <= SHORT_CONTEXT:
+        if isinstance(prompts, str) and self.max_model_len <= SHORT_CONTEXT:
             return True
-        return _is_small(prompts)
+        return is_small(prompts)
 
     def read_one(
         self, method: str, prompt: Any, params: SamplingParams, template: Mapping[str, Any]
@@ -274,7 +254,10 @@ class PromptReader:
         :raises RequestError: the prompt is invalid or too long.
         """
         with as_request_error("prompt"):
-            return self._healed(self._read(prompt, params, room), params)
+            found = self._read(prompt, params, room)
+            if self.images is not None and not found.images and found.embeds is None:
+                self.images.placed(found.token_ids, ())  # no placeholders without an image
+            return self._healed(found, params)
 
     def _read(self, prompt: PromptLike, params: SamplingParams, room: int) -> Prompt:
         if isinstance(prompt, Mapping):
@@ -299,15 +282,19 @@ class PromptReader:
         if found is None:
             return prompt
         count, healing = found
+        if self.images is not None and self.images.token_id in prompt.token_ids[-count:]:
+            return prompt
         return replace(prompt, token_ids=prompt.token_ids[:-count], healing=healing)
 
     def _sorted(self) -> TokenPrefixes:
-        return TokenPrefixes(self.need_tokenizer("token_healing"), self._vocab_size)
+        return TokenPrefixes(self.need_tokenizer("token_healing"), self._limits.vocab_size)
 
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         given = [key for key in _PROMPTS if key in prompt]
         negatives = [key for key in _NEGATIVE if key in prompt]
         known = {*_PROMPTS, "cache_salt", *_NEGATIVE}
+        if self.images is not None and given in (["prompt"], ["prompt_token_ids"]):
+            known.add("multi_modal_data")
         unknown = set(prompt) - known - set(_INFILL if "prompt" in given else ())
         if not given and "role" in prompt:
             raise _is_message(prompt)
@@ -338,9 +325,45 @@ class PromptReader:
             embeds = self._read_embeds(prompt["prompt_embeds"], params, room)
             ids = (0,) * len(embeds)
             return Prompt(ids, None, embeds_salt(embeds, salt), negative, embeds=embeds)
-        ids = self._ids(given[0], prompt[given[0]], params, room)
         text = prompt["prompt"] if given[0] == "prompt" else None
-        return Prompt(ids, text, salt, negative)
+        data = prompt.get("multi_modal_data")
+        if self.images is not None and data is not None:
+            inputs = self.images.of_data(data)
+            ids = self._ids_of_images(self.images, given[0], prompt[given[0]], inputs, params, room)
+            placed = self.images.placed(ids, inputs)
+            return Prompt(ids, text, salt, negative, images=placed)
+        return Prompt(self._ids(given[0], prompt[given[0]], params, room), text, salt, negative)
+
+    def _ids_of_images(
+        self,
+        images: ImageReader,
+        key: str,
+        value: Any,
+        inputs: Sequence[ImageInput],
+        params: SamplingParams,
+        room: int,
+    ) -> tuple[int, ...]:
+        """:meth:`_ids` of a prompt with images. Truncation never takes one or a part of it."""
+        tokenizer = self.need_tokenizer("an image")
+        self._limits.check_images(inputs, room)
+        if key == "prompt" and isinstance(value, str):
+            text, adds = images.in_text(tokenizer, str.__str__(value), inputs)
+            limit = None if params.truncate_prompt_tokens else self.max_model_len - room
+            try:
+                ids = tokenizer.encode(text, adds, stop_after=limit)
+            except TooManyTokens as error:
+                raise self._limits.too_long(error.at_least, room, "at least ", inputs) from None
+        else:
+            ids = images.in_ids(tokenizer, self._ids(key, value, SamplingParams(), room), inputs)
+        keep = self._limits.kept(params, room)
+        if inputs and keep is not None and keep < len(ids):
+            raise RequestError(
+                f"truncate_prompt_tokens: would cut a prompt with images from {len(ids)} to {keep} "
+                "tokens; shorten it yourself, or send fewer images"
+            )
+        if keep is not None and keep < len(ids):
+            ids = ids[-keep:] if room else [*self._beginning(ids, keep)]
+        return self._limits.checked(ids, room, inputs)
 
     def _read_embeds(self, value: Any, params: SamplingParams, room: int) -> Embeds:
         if self._hidden_size is None:
@@ -349,11 +372,11 @@ class PromptReader:
                 "enable_prompt_embeds=True"
             )
         embeds = read_embeds(value, self._hidden_size)
-        keep = self._kept(params, room)
+        keep = self._limits.kept(params, room)
         if keep is not None:
             embeds = embeds[-keep:]
-        if len(embeds) > self._max_model_len - room:
-            raise self._too_long(len(embeds), room)
+        if len(embeds) > self.max_model_len - room:
+            raise self._limits.too_long(len(embeds), room)
         return embeds
 
     def _read_infill(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
@@ -369,14 +392,14 @@ class PromptReader:
                     f"{key}: expected a string for fill-in-the-middle, found {found}"
                 )
         ends = fim_tokens_of(tokenizer, order).ends
-        keep = self._kept(params, room)
-        limit = self._max_model_len if keep is None else None
+        keep = self._limits.kept(params, room)
+        limit = self.max_model_len if keep is None else None
         try:
             prefix = tokenizer.encode(prompt["prompt"], False, False, stop_after=limit)
             suffix = tokenizer.encode_continued(prompt["suffix"], stop_after=limit)
         except TooManyTokens as error:
-            raise self._too_long(error.at_least, room, "at least ") from None
-        ids = self._checked(fim_prompt(tokenizer, prefix, suffix, order, keep), room)
+            raise self._limits.too_long(error.at_least, room, "at least ") from None
+        ids = self._limits.checked(fim_prompt(tokenizer, prefix, suffix, order, keep), room)
         text = tokenizer.decode(ids, skip_special_tokens=False)
         return Prompt(ids, text, stop_token_ids=ends)
 
@@ -386,20 +409,26 @@ class PromptReader:
         """Render with the model's template; control tokens inside messages are ordinary text."""
         tokenizer = self.need_tokenizer("chat")
         with as_request_error("messages"):
+            inputs: tuple[ImageInput, ...] = ()
+            if self.images is not None:
+                messages, inputs = self.images.of_conversation(messages)
             messages = self._with_tools(messages, options)
-            keep = self._kept(params, 1)
-            limit = self._max_model_len - 1
+            keep = self._limits.kept(params, 1)
+            limit = self.max_model_len - 1
             if keep is not None:
                 limit = keep = min(keep, limit)
             try:
-                ids = self._encode_chat(tokenizer, messages, options, limit)
+                if keep is None:
+                    self._limits.check_images(inputs, 1)
+                ids = self._encode_chat(tokenizer, messages, inputs, options, limit)
             except TooManyTokens as error:
                 if keep is None:
-                    raise self._too_long(error.at_least, 1, "at least ") from None
-                ids = self._newest_turns(tokenizer, messages, options, keep)
-            checked = self._checked(ids, 1)
-            text = tokenizer.decode(checked, skip_special_tokens=False)
-            prompt = Prompt(checked, text, options.cache_salt)
+                    raise self._limits.too_long(error.at_least, 1, "at least ", inputs) from None
+                ids, inputs = self._newest_turns(tokenizer, messages, inputs, options, keep)
+            checked = self._limits.checked(ids, 1, inputs)
+            placed = () if self.images is None else self.images.placed(checked, inputs)
+            text = tokenizer.decode(shortened(checked, placed), skip_special_tokens=False)
+            prompt = Prompt(checked, text, options.cache_salt, images=placed)
             return self._healed(prompt, params) if options.continue_final_message else prompt
 
     def template_of(self, options: ChatOptions) -> str | None:
@@ -443,15 +472,15 @@ class PromptReader:
     def read_texts(self, first: str, second: str, truncate: int | None = None) -> Prompt:
         """Two texts as the model reads a pair. ``truncate``: ``truncate_prompt_tokens``; the longer
         one loses its end."""
-        tokenizer, limit = self.need_tokenizer("a pair of texts"), self._max_model_len
+        tokenizer, limit = self.need_tokenizer("a pair of texts"), self.max_model_len
         params = SamplingParams(truncate_prompt_tokens=truncate)
-        keep = self._kept(params, 0)
+        keep = self._limits.kept(params, 0)
         with as_request_error("prompt"):
             try:
                 ids, start = tokenizer.encode_pair(first, second, keep=keep, stop_after=limit)
             except TooManyTokens as error:
-                raise self._too_long(error.at_least, 0, "at least ") from None
-            return Prompt(self._checked(ids, 0), first + second, second_text=start)
+                raise self._limits.too_long(error.at_least, 0, "at least ") from None
+            return Prompt(self._limits.checked(ids, 0), first + second, second_text=start)
 
     def tokens_before(self, text: str) -> int:
         """The tokens of a text that others follow, with those that begin every text."""
@@ -465,7 +494,7 @@ class PromptReader:
     @property
     def max_model_len(self) -> int:
         """The longest context."""
-        return self._max_model_len
+        return self._limits.max_model_len
 
     def token_of_class(self, spelling: str) -> int:
         """The token of a class. :raises RequestError: the vocabulary has no such token."""
@@ -485,12 +514,16 @@ class PromptReader:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Message],
+        images: Sequence[ImageInput],
         options: ChatOptions,
         limit: int,
     ) -> list[int]:
         """:raises TooManyTokens: the conversation has more than ``limit`` tokens."""
         from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
 
+        more: dict[str, Any] = {}
+        if self.images is not None and images:
+            more["image_texts"] = self.images.texts(tokenizer, images)
         try:
             ids = tokenizer.encode_chat(
                 messages,
@@ -499,6 +532,7 @@ class PromptReader:
                 continue_final_message=options.continue_final_message,
                 chat_template=options.chat_template or self._chat_template,
                 tools=self._rendered_tools(options),
+                **more,
                 **(options.chat_template_kwargs or {}),
             )
         except TemplateError as error:
@@ -508,30 +542,32 @@ class PromptReader:
         return ids
 
     def _newest_turns(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions, keep: int
-    ) -> list[int]:
-        """The conversation in ``keep`` tokens; drops as few of its oldest turns as possible.
-
-        A bisection finds it: 10 renderings for 1,000 turns.
-        """
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        images: Sequence[ImageInput],
+        options: ChatOptions,
+        keep: int,
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The conversation in ``keep`` tokens; drops as few of its oldest turns as possible, with
+        their images."""
         turns = Turns(messages)
-        low, high = 0, turns.droppable  # low does not fit
+
+        def encoded(kept: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
+            inputs = images_of(images, messages, kept)
+            newest = [messages[index] for index in kept]
+            return self._encode_chat(tokenizer, newest, inputs, options, keep), inputs
+
         try:
-            best = self._encode_chat(tokenizer, turns.without(high), options, keep)
+            return turns.newest(encoded)
         except TooManyTokens as error:
+            left = images_of(images, messages, turns.without(turns.droppable))
             raise RequestError(
-                f"messages: the last turn and the system messages alone have {error}, but only "
-                f"{keep} of the context's {self._max_model_len} are available; shorten them, lower "
-                "max_tokens, or raise max_model_len"
+                f"messages: the last turn and the system messages alone have {error}"
+                f"{', ' + described(left) if left else ''}, but only {keep} of the context's "
+                f"{self.max_model_len} are available; shorten them, lower max_tokens, or raise "
+                "max_model_len"
             ) from None
-        while high - low > 1:
-            middle = (low + high) // 2
-            try:
-                best = self._encode_chat(tokenizer, turns.without(middle), options, keep)
-                high = middle
-            except TooManyTokens:
-                low = middle
-        return best
 
     def _ids(self, key: str, value: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
         """Checked and truncated token ids; ``value`` is a text unless ``key`` names ids."""
@@ -542,10 +578,10 @@ class PromptReader:
             raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
         else:
             value = self._encode(str.__str__(value), params, room)
-        keep = self._kept(params, room)
+        keep = self._limits.kept(params, room)
         if keep is not None and keep < len(value):
             value = value[-keep:] if room else self._beginning(value, keep)
-        return self._checked(value, room)
+        return self._limits.checked(value, room)
 
     def _beginning(self, ids: Sequence[int], keep: int) -> Sequence[int]:
         """The first ids of a text that is not continued, and the special tokens that end texts."""
@@ -557,44 +593,6 @@ class PromptReader:
         if params.truncate_prompt_tokens is not None:
             return tokenizer.encode(text)
         try:
-            return tokenizer.encode(text, stop_after=self._max_model_len - room)
+            return tokenizer.encode(text, stop_after=self.max_model_len - room)
         except TooManyTokens as error:
-            raise self._too_long(error.at_least, room, "at least ") from None
-
-    def _kept(self, params: SamplingParams, room: int) -> int | None:
-        """The tokens that ``truncate_prompt_tokens`` keeps of a prompt; None: it is not set."""
-        cut = params.truncate_prompt_tokens
-        if cut != -1 or room == 0:
-            return self._max_model_len if cut == -1 else cut
-        answer = params.max_tokens
-        if answer is None or answer >= self._max_model_len:
-            answer = self._max_model_len // 4
-        return max(1, self._max_model_len - answer)
-
-    def _checked(self, ids: Sequence[Any], room: int) -> tuple[int, ...]:
-        count, limit = len(ids), self._max_model_len - room
-        if count > limit:
-            raise self._too_long(count, room)
-        items = list(itertools.islice(ids, limit))
-        if not all(map(_is_id, items)):
-            raise RequestError(
-                f"prompt_token_ids: expected a list of integers, found {safe_repr(ids)}"
-            )
-        if not items:
-            raise RequestError("prompt: it is empty (no tokens); pass at least one token")
-        plain = tuple(map(operator.index, items))  # plain integers, not subclasses
-        low, high = min(plain), max(plain)
-        if low < 0 or high >= self._vocab_size:
-            raise RequestError(
-                f"prompt_token_ids: expected ids in 0..{self._vocab_size - 1}, "
-                f"found {safe_repr(low if low < 0 else high)}"
-            )
-        return plain
-
-    def _too_long(self, count: int, room: int, about: str = "") -> RequestError:
-        left = f" and {room} must be left for the answer" if room else ""
-        kept = "end" if room else "beginning"
-        return RequestError(
-            f"prompt: {about}{count} tokens, but the context holds {self._max_model_len}{left}; "
-            f"shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its {kept}"
-        )
+            raise self._limits.too_long(error.at_least, room, "at least ") from None

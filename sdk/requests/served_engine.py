@@ -270,6 +270,11 @@ class SavedPrefixes:
         """The full pages of a prompt; missing ones are computed."""
         if prompt.embeds is not None:
             raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
+        if prompt.images:
+            raise RequestError(
+                "snapshot: a prompt with images cannot be saved in this release; its prefix stays "
+                "in the cache like that of any other prompt"
+            )
         if prompt.adapter is not None:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
@@ -324,6 +329,11 @@ class SavedPrefixes:
 
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""
+        if prompt.images:
+            raise RequestError(
+                "pin: a prompt with images cannot be pinned in this release; its prefix stays in "
+                "the cache like that of any other prompt"
+            )
         ids, salt, adapter = prompt.token_ids, prompt.cache_salt, _key_of(prompt)
         return self._when_cached(prompt, lambda: self.kept.pin(ids, salt, adapter))
 

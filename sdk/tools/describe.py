@@ -50,11 +50,18 @@ def _as_text(message: Message, format: ToolFormat) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     if message.get("role") == "tool":
         name = message.get("name") or message.get("tool_call_id") or "the function"
-        return {"role": "user", "content": f"Result of {name}: {message.get('content')}"}
+        before, content = f"Result of {name}: ", message.get("content")
+        if isinstance(content, list | tuple):
+            return {"role": "user", "content": [{"type": "text", "text": before}, *content]}
+        return {"role": "user", "content": f"{before}{content}"}
     calls = message.get("tool_calls")
     if calls:
         written = _calls(format, [_call(call, format) for call in calls])
-        plain["content"] = "\n".join(filter(None, (message.get("content"), written)))
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            plain["content"] = [*content, {"type": "text", "text": written}]
+        else:
+            plain["content"] = "\n".join(filter(None, (content, written)))
     return plain
 
 

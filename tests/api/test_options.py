@@ -24,7 +24,14 @@ from tests.api.language_server import LanguageServer
 
 ROOT = Path(__file__).parents[2]
 #: Options that take a Path too, which the config keeps as text.
-PATHS = {"tokenizer", "swap_path", "disk_offload_path", "download_dir", "generation_config"}
+PATHS = {
+    "allowed_local_media_path",
+    "tokenizer",
+    "swap_path",
+    "disk_offload_path",
+    "download_dir",
+    "generation_config",
+}
 #: A small checker's settings: of other packages nothing is read.
 MYPY = """[mypy]
 python_version = 3.10

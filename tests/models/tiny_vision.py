@@ -35,12 +35,79 @@ SIGLIP: dict[str, Any] = {
     "image_size": 56,
     "patch_size": 7,
 }
+#: Heads of 24 features, patches of 4 pixels, a table of 5 by 5 positions.
+QWEN: dict[str, Any] = {
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "depth": 3,
+    "num_heads": 3,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 25,
+}
+ROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 3000.0}
+HYBRID: dict[str, Any] = {
+    **TEXT,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+#: Families whose images have any shape.
+FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT,
         "vision_config": SIGLIP,
         "mm_tokens_per_image": 16,
         "image_token_index": 90,
+    },
+    "idefics3": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "image_size": 42},
+        "scale_factor": 3,
+        "image_token_id": 90,
+    },
+    "smolvlm": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": SIGLIP,
+        "scale_factor": 2,
+        "image_token_id": 90,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {
+            **QWEN,
+            "num_position_embeddings": None,
+            "window_size": 25,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 90,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {
+            "hidden_size": 72,
+            "intermediate_size": 104,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "image_size": 64,
+            "patch_size": 4,
+            "head_dim": 24,
+        },
+        "image_token_index": 90,
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 2]},
+        "image_token_id": 90,
+    },
+    "qwen3_5": {
+        "text_config": {**HYBRID, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        "vision_config": QWEN,
+        "image_token_id": 90,
     },
 }
 
@@ -75,10 +142,49 @@ def normalized(tile: NDArray[np.uint8], config: VisionConfig) -> Tensor:
 
 def expected_rows(model: Any, config: VisionConfig, images: list[ImageInput]) -> list[Tensor]:
     """What transformers makes of each image."""
-    found = []
-    for own in images:
-        pixels = torch.stack([normalized(tile, config) for tile in own.tiles])
-        with torch.no_grad():
-            rows = model.get_image_features(pixel_values=pixels).pooler_output
-        found.append(rows.reshape(-1, rows.shape[-1]))
-    return found
+    name = model.config.model_type
+    rows = _qwen_rows if name in FREE else _OTHERS.get(name, _rows)
+    return [rows(model, config, own) for own in images]
+
+
+def _joined(rows: Any) -> Tensor:
+    """Rows of all tiles, which transformers gives as a list or as a tensor."""
+    rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    pixels = torch.stack([normalized(tile, config) for tile in own.tiles])
+    with torch.no_grad():
+        return _joined(model.get_image_features(pixel_values=pixels).pooler_output)
+
+
+def _idefics_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    pixels = torch.stack([normalized(tile, config) for tile in own.tiles])
+    with torch.no_grad():
+        return _joined(model.get_image_features(pixel_values=pixels[None]).pooler_output)
+
+
+def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    [tile] = own.tiles
+    pixels, sizes = normalized(tile, config)[None], torch.tensor([tile.shape[:2]])
+    with torch.no_grad():
+        return _joined(model.get_image_features(pixels, sizes).pooler_output)
+
+
+_OTHERS = {"idefics3": _idefics_rows, "smolvlm": _idefics_rows, "mistral3": _mistral_rows}
+
+
+def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """Patches in squares of those that are merged, twice each, as its processor writes them."""
+    [tile] = own.tiles
+    side, merge = config.patch, config.merge
+    pixels = normalized(tile, config)
+    down, right = pixels.shape[1] // side // merge, pixels.shape[2] // side // merge
+    parts = pixels.view(3, down, merge, side, right, merge, side).permute(1, 4, 2, 5, 0, 3, 6)
+    patches = parts.reshape(-1, 3, 1, side, side).expand(-1, 3, config.frames, side, side)
+    grid = torch.tensor([[1, down * merge, right * merge]])
+    with torch.no_grad():
+        found = model.get_image_features(pixel_values=patches.flatten(1), image_grid_thw=grid)
+    parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    return torch.cat([_joined(part) for part in parts], dim=1)

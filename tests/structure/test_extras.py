@@ -110,6 +110,18 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
             "embedlm run --regex": "command('run', gguf, '-p', 'x', '--regex', 'a')",
         },
     },
+    "PIL": {
+        "vision": {
+            "a file": "from sdk.images.decode import decode\n"
+            "decode(b'\\x89PNG\\r\\n\\x1a\\n')",
+            "an array with an opacity": "import numpy\n"
+            "from sdk.images.decode import decode\n"
+            "decode(numpy.zeros((2, 2, 4), 'uint8'))",
+            "a resize": "import numpy\n"
+            "from sdk.images.processors import image_processor\n"
+            "image_processor({'model_type': 'gemma3'}, {}).read(numpy.zeros((2, 2, 3), 'uint8'))",
+        },
+    },
     "fastapi": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
     "uvicorn": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
     "prometheus_client": {"metrics": {"prometheus": "import sdk.metrics.prometheus"}},

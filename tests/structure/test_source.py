@@ -46,7 +46,8 @@ ALLOWED = {
 #: library: nothing of it imports them.
 STOREYS = (
     *("api", "text", "sampling", "structured", "tools", "metrics", "engine", "executors"),
-    *("memory", "loading", "requests", "quantizing", "tokenizer", "llm", "async_llm", "demo"),
+    *("memory", "loading", "images", "requests", "quantizing"),
+    *("tokenizer", "llm", "async_llm", "demo"),
     *("evaluating", "cli", "testing", "serving", "cluster", "compat", "bench"),
 )
 #: The commands, which may print.

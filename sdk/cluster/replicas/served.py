@@ -46,6 +46,7 @@ def replica_config(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
         max_model_len=memory.max_model_len,
         max_waiting=None,
         on_progress=None,
+        image_fetcher=None,  # prompts are read here
     )
 
 

@@ -43,14 +43,12 @@ class ImageCache:
 
     def encode(self, work: Encoding) -> float:
         """Do a portion of the tower's work; how many seconds it took."""
-        begin, layers = perf_counter(), work.units
-        if work.begin or not layers:
+        begin = perf_counter()
+        if work.begin or not work.units:
             self._run, self._images = None, []
         if work.begin:
             self._begin(work)
-            layers -= 1
-        # the projector runs with the last layer
-        if self._run is not None and layers and self._run.advance(layers):
+        if self._run is not None and self._run.advance(work.units):
             self._store(self._run.rows())
         return perf_counter() - begin
 

@@ -121,8 +121,6 @@ class RankModel:
 
 def _tower_tensors(tower: Tower) -> Tensors:
     found = {path: linear.matrix for path, linear in tower.linears}
-    if tower.positions is not None:
-        found["model.positions"] = Matrix(tower.positions, None)
     return Tensors(found, tower.vectors)
 
 

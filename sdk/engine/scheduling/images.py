@@ -27,8 +27,8 @@ from sdk.models.vision.image import ImageInput, PromptImage
 #: How long a portion of the tower's work should take. With a step of decoding requests, which reads
 #: the weights, a gap between their tokens stays below half a second.
 PORTION_S = 0.25
-#: Images join a run while it has fewer patches than this: beyond it a product computes for longer
-#: than it reads the weights.
+#: Images are encoded together up to so many patches: beyond it a product computes for longer than
+#: it reads the weights.
 JOINT_PATCHES = 1024
 #: The weight of the newest portion in the mean of the tower's speed.
 _NEWEST = 0.3
@@ -47,9 +47,11 @@ class CachedImage:
 
 @dataclass(slots=True)
 class Run:
-    """Images that are encoded together: ``done`` parts of the run are planned."""
+    """Images that are encoded together: ``done`` of the ``units`` parts of the run are planned.
+    ``work``: of a part."""
 
     digests: list[bytes]
+    units: int
     work: float
     done: int = 0
 
@@ -117,10 +119,10 @@ class Images:
             raise RequestError(
                 f"image {number}: expected {image.num_tokens} placeholders, found {count}"
             )
-        patches, blocks = limits.patches(image), _blocks(image)
-        if patches > limits.max_patches or blocks > limits.num_blocks:
+        patches = max(limits.tiles(image), default=0)
+        if patches > limits.max_patches or _blocks(image) > limits.num_blocks:
             raise RequestError(
-                f"image {number}: expected at most {limits.max_patches} patches and "
+                f"image {number}: expected at most {limits.max_patches} patches in a tile and "
                 f"{limits.rows} tokens, found {patches} and {image.num_tokens}"
             )
         counts = [count for _, count in one.spans]
@@ -183,10 +185,10 @@ class Images:
         run = self._run
         if run is None:
             return None
-        units = min(self._units(run.work), self.limits.units - run.done)
+        units = min(self._units(run.work), run.units - run.done)
         run.done += units
         self._planned.append((run.work * units, True))
-        if run.done == self.limits.units:
+        if run.done == run.units:
             for digest in run.digests:
                 self._cached[digest].ready = True
             self.num_encoded += len(run.digests)
@@ -219,10 +221,8 @@ class Images:
         for image, keep in _candidates(running, needed, wanted):
             if image.digest in self._cached:
                 continue
-            own = self.limits.patches(image)
-            if chosen and patches + own > max(JOINT_PATCHES, patches):
-                break
-            if patches + own > self.limits.max_patches:
+            own = sum(self.limits.tiles(image))
+            if chosen and patches + own > JOINT_PATCHES:
                 break
             blocks = self._take(_blocks(image), keep)
             if blocks is None:
@@ -233,7 +233,10 @@ class Images:
             chosen.append(EncodedImage(image, tuple(blocks)))
             patches, work = patches + own, work + self.limits.work(image)
         if chosen:
-            self._run = Run([one.image.digest for one in chosen], work)
+            images = [one.image for one in chosen]
+            units = self.limits.units(images)
+            work *= self.limits.layers / units
+            self._run = Run([image.digest for image in images], units, work)
         return tuple(chosen)
 
     def _take(self, count: int, keep: set[bytes]) -> list[int] | None:
