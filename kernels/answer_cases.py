@@ -212,8 +212,8 @@ def _angles(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) ->
         if shifts is None:
             positions = torch.stack([positions, positions.flip(0), positions + 1])
         else:
-            moved = place.integers([[0, 0, -9, 3, 4], [1, 0, 2, 5, -7], [3] * 5], torch.int32)
-            given = (*given, moved)
+            moved = [0, 0, -9, 3, 4, 1, 0, 2, 5, -7, 3, 3, 3, 3, 3]
+            given = (*given, place.integers(moved, torch.int32).view(3, 5))
     frequencies = torch.logspace(0, -5, half, dtype=torch.float64).float().to(place.device)
     cos, sin = place.nan(5, half), place.nan(5, half)
     kernel.run(positions, frequencies, 1.25, cos, sin, *given)

@@ -66,6 +66,7 @@ _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
 )
 
 

@@ -102,6 +102,17 @@ LLAVA = Family(
     "CLIPImageProcessor",
     {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
 )
+#: Without a chat template: prompts are texts.
+PALIGEMMA = Family(
+    "paligemma",
+    ("<bos>", "<eos>", "<image>"),
+    {"bos_token": "<bos>", "eos_token": "<eos>", "image_token": "<image>"},
+    "<image>",
+    "",
+    {"vision_config": {"image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}},
+    "SiglipImageProcessor",
+    {"size": {"height": 28, "width": 28}, "image_seq_length": 4},
+)
 FAMILIES = {one.model_type: one for one in (GEMMA, QWEN, LLAVA)}
 
 
@@ -203,3 +214,18 @@ def _without_videos(kind: Any, pixels: Any, tokenizer: Any) -> Any:
             """There is no processor of videos."""
 
     return Images(pixels, tokenizer, None)
+
+
+def paligemma_ids(text: str, image: NDArray[np.uint8]) -> list[int]:
+    """What transformers' processor of PaliGemma makes of a text."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_backend(PALIGEMMA.specials),
+        bos_token="<bos>",
+        eos_token="<eos>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    pixels = transformers.SiglipImageProcessorPil(size=PALIGEMMA.size["size"])
+    pixels.image_seq_length = 4
+    made = transformers.PaliGemmaProcessor(pixels, tokenizer)
+    [ids] = made(text=[text], images=[image])["input_ids"]
+    return list(ids)

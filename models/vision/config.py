@@ -13,8 +13,10 @@ from sdk.models.config_fields import (
     without_null,
 )
 from sdk.models.rope import RopeSpec
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from sdk.kernels.mlp_activations import Activation
     from sdk.models.config import ModelConfig
 
 #: Of one side of a tile, in pixels. The largest that published models read have 4,096.
@@ -63,6 +65,12 @@ class VisionConfig:
     axes: tuple[int, ...] | None = None
     #: Rows of a square table of learned positions; 0: there is none.
     positions: int = 0
+    #: Of the norms and of the MLP after the tower.
+    projector_eps: float = 1e-6
+    projector_activation: Activation = "gelu"
+    #: Patches of each side of a window, the sequences of all layers but ``full``; 0: all are full.
+    window: int = 0
+    full: tuple[int, ...] = ()
 
     @property
     def features(self) -> int:
@@ -128,6 +136,23 @@ def encoder_config(
     )
 
 
+def layers_until(whole: Fields, layers: int, default: int) -> int:
+    """How many of a tower's ``layers`` run: ``vision_feature_layer`` is the one whose input the
+    text model reads, or counts from the end, -1 what comes out of the last layer.
+
+    :raises UnsupportedError: the text reads several.
+    """
+    key = "vision_feature_layer"
+    found = whole.values.get(key, default)
+    if isinstance(found, (list, tuple)) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, (list, tuple)):
+        raise UnsupportedError(f"config: {key}: expected one layer, found {list(found)[:8]}")
+    if type(found) is not int or not 1 <= (found if found >= 0 else layers + 1 + found) <= layers:
+        whole.fail(key, f"a layer of {layers}, or -1 to -{layers}", found)
+    return found if found >= 0 else layers + 1 + found
+
+
 def color(fields: Fields, key: str, default: Color) -> Color:
     """Three numbers of a processor's config, one for each of red, green and blue."""
     value = fields.values.get(key)
@@ -162,9 +187,7 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(
-    whole: Fields, default: tuple[int, int, int], *, interleaved: bool
-) -> tuple[int, ...]:
+def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool) -> tuple[int, ...]:
     """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
 
     Sections say how many turn by time, row and column: one section after the other, or taking
@@ -172,7 +195,8 @@ def text_axes(
 
     :raises CheckpointError: the sections are not three numbers.
     """
-    rope = Fields(whole.mapping("text_rope"), "config: rope_parameters")
+    key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
+    rope = Fields(text.mapping(key), f"config: {key}")
     sections = rope.values.get("mrope_section", default)
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
@@ -180,3 +204,11 @@ def text_axes(
     if not interleaved:
         return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
     return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
+
+
+def square_tiles(vision: Fields) -> tuple[int, int]:
+    """Of a tower with tiles of one size: the pixels of a patch's side, the patches of a tile's."""
+    patch, image = square(vision, "patch_size"), square(vision, "image_size")
+    if image < patch:
+        vision.fail("image_size", f"at least one patch of {patch} pixels", image)
+    return patch, image // patch

@@ -34,8 +34,6 @@ WHOLE = "multimodal_config"
 VISION = "vision_config"
 #: A key of the former: what the folder says of preprocessing.
 PROCESSOR = "image_processor"
-#: The key under which families find the rotary embedding of the text model.
-TEXT_ROPE = "text_rope"
 
 
 class Projector(Protocol):
@@ -88,8 +86,8 @@ def _renamed(name: str, names: Mapping[str, str]) -> str | None:
 class Family(NamedTuple):
     """A family of vision models.
 
-    ``layer``: what the layers of its tower compute. ``read(whole, vision, hidden)``: its config,
-    from the keys of the whole model and those of the vision part; ``hidden``: of the text.
+    ``layer``: what the layers of its tower compute. ``read(whole, vision, text)``: its config,
+    from the keys of the whole model, of the vision part and of the text part.
     ``projector(source, config)``: built from ``model.projector.…``. ``deepstack``: the same for
     what comes out of the layer ``config.deepstack[number]``.
     ``positions(config, table, places)``: what is added to patches, of the table
@@ -102,7 +100,7 @@ class Family(NamedTuple):
     model_types: tuple[str, ...]
     layer: LayerRules
     names: VisionNames
-    read: Callable[[Fields, Fields, int], VisionConfig]
+    read: Callable[[Fields, Fields, Fields], VisionConfig]
     projector: Callable[[Source, VisionConfig], Projector]
     deepstack: Callable[[Source, VisionConfig, int], Projector] | None = None
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
@@ -115,10 +113,14 @@ class Family(NamedTuple):
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3",
+        "idefics3": "idefics3",
+        "mistral3": "pixtral",
+        "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
         "qwen3_vl_moe": "qwen3_vl",
         "qwen3_5": "qwen3_vl",
         "qwen3_5_moe": "qwen3_vl",
+        "smolvlm": "idefics3",
     }
 )
 
@@ -145,10 +147,8 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     if own is None:
         return None
     text = config.get("text_config", config)
-    hidden = Fields(text).count("hidden_size", 1 << 20)
     facts = Fields(without_null(vision), "config: vision_config")
-    outer = {**whole, TEXT_ROPE: text.get("rope_parameters") or text.get("rope_scaling")}
-    found = own.read(Fields(without_null(outer)), facts, hidden)
+    found = own.read(Fields(without_null(whole)), facts, Fields(without_null(text)))
     return _with_colors(found, whole.get(PROCESSOR) or {})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sdk.models.config_fields import Fields
+from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import Family, VisionNames
 from sdk.models.vision.positions import learned
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CROPS = 4
 
 
-def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
+def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
     tower, patch, side = siglip_config(vision)
     tokens = whole.count("mm_tokens_per_image", side * side, default=256)
     tokens_per_side = math.isqrt(tokens)
@@ -41,7 +41,7 @@ def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
         "gemma3",
         tower,
         patch,
-        hidden,
+        text.count("hidden_size", MAX_WIDTH),
         token_id=whole.count(key, 1 << 24, default=262144),
         max_patches=(CROPS + 1) * side * side,
         max_tokens=(CROPS + 1) * tokens,

@@ -78,6 +78,23 @@ def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:
     return groups
 
 
+def windowed(where: Places, config: VisionConfig) -> tuple[Places, list[int], NDArray[np.int64]]:
+    """The same patches window by window, row by row, tokens of a window row by row; the patches of
+    each window; and for each token its number in this order."""
+    unit, side = config.merge**2, config.window
+    first = np.arange(0, len(where.rows), unit)
+    across = -(-where.shape[1] // side)
+    window = where.rows[first] // side * across + where.columns[first] // side
+    order = np.argsort(window, kind="stable")
+    patches = (order[:, None] * unit + np.arange(unit)).reshape(-1)
+    lengths = (np.bincount(window) * unit).tolist()
+    return (
+        Places(where.shape, where.rows[patches], where.columns[patches]),
+        lengths,
+        np.argsort(order, kind="stable"),
+    )
+
+
 def color_table(config: VisionConfig) -> NDArray[np.float32]:
     """What becomes of each number from 0 to 255 of each color, float32 ``[3, 256]``, in the order
     of transformers' processors: rescaled in float64, normalized in float32."""

@@ -27,6 +27,24 @@ def learned(config: VisionConfig, table: Array, where: Places) -> Array:
     return table[where.raster]
 
 
+def nearest_part(config: VisionConfig, table: Array, where: Places) -> Array:
+    """The row of the part of a square table in which a patch begins (Idefics 3); transformers'
+    arithmetic in float32."""
+    side = math.isqrt(len(table))
+    bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    row, column = (
+        np.searchsorted(
+            bounds,
+            np.minimum(
+                at.astype(np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6)
+            ),
+            side="right",
+        )
+        for at, count in zip((where.rows, where.columns), where.shape, strict=True)
+    )
+    return table[row * side + column]
+
+
 def bilinear(config: VisionConfig, table: Array, where: Places) -> Array:
     """A square table stretched to the shape, its corners to the corners (Qwen3-VL)."""
     side = math.isqrt(len(table))
@@ -61,3 +79,14 @@ def rows_then_columns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
     once = np.float32(1) / (spec.theta ** powers.astype(np.float64)).astype(np.float32)
     axes = np.repeat(np.array([0, 1], np.int32), len(once))
     return np.concatenate([once, once]), axes
+
+
+def taking_turns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
+    """Frequencies of a head, those with even numbers turning by the row, the others by the column,
+    and these axes (Pixtral)."""
+    spec = config.tower.ropes[0]
+    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    every = np.float32(1) / (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
+    parts = every[0::2], every[1::2]
+    axes = [np.full(len(part), axis, np.int32) for axis, part in enumerate(parts)]
+    return np.concatenate(parts), np.concatenate(axes)

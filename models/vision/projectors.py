@@ -67,3 +67,35 @@ class MergerMLP:
         else:
             x = self.ops.norm(x, self.norm).view(-1, self.width)
         return self.second(self.ops.activation(self.first(x), self.activation))
+
+
+class JoinedLinear:
+    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.width = config.tower.hidden_size * config.merge**2
+        self.linear = source.matrix(f"{PATH}.linear", config.hidden_size, self.width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        return self.linear(x.view(-1, self.width))
+
+
+class MergedMLP:
+    """RMSNorm, one matrix for the patches of a token, feature by feature, two with an activation
+    between (Mistral 3)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.ops, self.patches = source.ops, config.merge**2
+        self.activation = config.projector_activation
+        width, hidden = config.tower.hidden_size, config.hidden_size
+        self.norm = source.norm(f"{PATH}.norm", width, config.projector_eps)
+        self.merge = source.matrix(f"{PATH}.merge", width, width * self.patches)
+        self.first = source.matrix(f"{PATH}.linear_1", hidden, width)
+        self.second = source.matrix(f"{PATH}.linear_2", hidden, hidden)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        x = self.ops.norm(x, self.norm).view(-1, self.patches, x.shape[1])
+        x = self.merge(x.transpose(1, 2).contiguous().view(len(x), -1))
+        return self.second(self.ops.activation(self.first(x), self.activation))

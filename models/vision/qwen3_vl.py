@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
-from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields
+from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig, encoder_config, most_pixels, square, text_axes
 from sdk.models.vision.family import Family, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 
 if TYPE_CHECKING:
+    from sdk.models.config import ModelConfig
     from sdk.models.layers import Source
     from sdk.models.vision.projectors import MergerMLP
 
@@ -26,20 +27,26 @@ EPS = 1e-6
 SECTIONS: dict[bool, tuple[int, int, int]] = {False: (24, 20, 20), True: (11, 11, 10)}
 
 
-def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
+def qwen_tower(vision: Fields, activation: str) -> ModelConfig:
+    """The layers of the tower; ``activation``: where the config does not say it."""
     width, heads = vision.count("hidden_size", MAX_WIDTH), vision.count("num_heads", MAX_WIDTH)
     rope = Fields(vision.mapping("rope_parameters"), "config: vision_config: rope_parameters")
-    tower = encoder_config(
+    if width % heads or width // heads % 4:
+        vision.fail("num_heads", f"heads of a multiple of 4 of {width} features", heads)
+    return encoder_config(
         vision,
         eps=EPS,
-        activation=vision.text("hidden_act", default="gelu_pytorch_tanh"),
+        activation=vision.text("hidden_act", default=activation),
         heads="num_heads",
         depth="depth",
         rotary_dim=width // heads,
         theta=rope.positive("rope_theta", default=10000.0),
     )
-    if tower.head_dim % 4:
-        vision.fail("num_heads", "heads of a multiple of 4 features", heads)
+
+
+def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
+    tower = qwen_tower(vision, "gelu_pytorch_tanh")
+    hidden = text.count("hidden_size", MAX_WIDTH)
     if (out := vision.count("out_hidden_size", MAX_WIDTH)) != hidden:
         vision.fail("out_hidden_size", f"the text model's hidden_size, {hidden}", out)
     patch, merge = square(vision, "patch_size"), vision.count("spatial_merge_size", 64, default=2)
@@ -55,21 +62,23 @@ def read(whole: Fields, vision: Fields, hidden: int) -> VisionConfig:
         max_tokens=most // merge**2,
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
-        deepstack=_deepstack(vision, tower.num_layers),
-        axes=text_axes(whole, SECTIONS[new], interleaved=True),
+        deepstack=ascending_layers(vision, "deepstack_visual_indexes", tower.num_layers),
+        axes=text_axes(text, SECTIONS[new], interleaved=True),
         positions=vision.count("num_position_embeddings", 1 << 24),
     )
 
 
-def _deepstack(vision: Fields, layers: int) -> tuple[int, ...]:
-    """The layers whose results are features; Qwen3.5 has none."""
-    found = vision.values.get("deepstack_visual_indexes", ())
-    if not isinstance(found, (list, tuple)) or len(found) > MAX_LAYERS:
-        vision.fail("deepstack_visual_indexes", "a list of layers", found)
-    if any(type(one) is not int or not 0 <= one < layers for one in found) or (
-        list(found) != sorted({*found})
+def ascending_layers(
+    vision: Fields, key: str, layers: int, default: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Some layers of the tower."""
+    found = vision.values.get(key, default)
+    if not isinstance(found, (list, tuple)) or any(
+        type(one) is not int or not 0 <= one < layers for one in found
     ):
-        vision.fail("deepstack_visual_indexes", f"ascending numbers below {layers}", found)
+        vision.fail(key, f"numbers of layers below {layers}", found)
+    if list(found) != sorted({*found}):
+        vision.fail(key, "numbers in ascending order", found)
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import Fields
-from sdk.models.vision.config import encoder_config, square
+from sdk.models.vision.config import encoder_config, square_tiles
 
 if TYPE_CHECKING:
     from sdk.models.config import ModelConfig
@@ -43,7 +43,5 @@ def siglip_config(vision: Fields, layers: int | None = None) -> tuple[ModelConfi
         activation=vision.text("hidden_act", default="gelu_pytorch_tanh"),
         layers=layers,
     )
-    patch, image = square(vision, "patch_size"), square(vision, "image_size")
-    if image < patch:
-        vision.fail("image_size", f"at least one patch of {patch} pixels", image)
-    return tower, patch, image // patch
+    patch, side = square_tiles(vision)
+    return tower, patch, side

@@ -23,12 +23,11 @@ from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
-from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups
+from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
 from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 if TYPE_CHECKING:
-    from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.norm import Norm
     from sdk.models.parts import Tensors
     from sdk.models.vision.family import Projector
@@ -218,10 +217,19 @@ class TileGroup:
         self._tower = tower
         lengths = [len(where.rows) for _, where in tiles]
         self.patches = sum(lengths)
+        #: For each token its row, where windows reorder them.
+        self._order: Tensor | None = None
+        windows = lengths
+        if tower.config.window:
+            tiles, windows = self._in_windows(tiles)
         c, ops = tower.config.tower, tower.ops
-        batch = sequence_batch(lengths, ops)
-        self._pages = [sequence_pages(num_pages(lengths), c.num_kv_heads, c.head_dim, ops)]
-        self._step = Step(batch, [self._angles(batch, tiles)])
+        pages = max(num_pages(lengths), num_pages(windows))
+        self._pages = [sequence_pages(pages, c.num_kv_heads, c.head_dim, ops)]
+        angles = [self._angles(tiles)]
+        #: Of layers that see whole tiles, and of those that see windows.
+        self._full = self._windows = Step(sequence_batch(lengths, ops), angles)
+        if tower.config.window:
+            self._windows = Step(sequence_batch(windows, ops), angles)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
         self._run = 0
@@ -232,10 +240,22 @@ class TileGroup:
         """Whether all layers have run."""
         return self._run == self._tower.num_layers
 
-    def _angles(self, batch: AttentionBatch, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
+    def _in_windows(self, tiles: Sequence[Tile]) -> tuple[list[Tile], list[int]]:
+        """The tiles with their patches window by window, and the patches of each window."""
+        found, every, back, first = list[Tile](), list[int](), [], 0
+        for tile, where in tiles:
+            places, lengths, order = windowed(where, self._tower.config)
+            found.append((tile, places))
+            every += lengths
+            back.append(order + first)
+            first += len(order)
+        self._order = torch.from_numpy(np.concatenate(back)).to(self._tower.ops.device)
+        return found, every
+
+    def _angles(self, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
         ops, turns = self._tower.ops, self._tower.turns
         if turns is None:
-            empty = ops.empty(batch.num_tokens, 0)
+            empty = ops.empty(self.patches, 0)
             return empty, empty
         at = np.stack(
             [
@@ -264,8 +284,12 @@ class TileGroup:
         end = min(first + max(layers, 0), tower.num_layers)
         for number in range(first, end):
             layer = tower.layers[number]
+            whole = number in tower.config.full
             self._delta, self._residual = layer(
-                self._delta, self._residual, self._step, self._pages
+                self._delta,
+                self._residual,
+                self._full if whole else self._windows,
+                self._pages,
             )
             if number in tower.config.deepstack:
                 stream = self._stream()
@@ -290,4 +314,6 @@ class TileGroup:
         else:
             x, _ = ops.add_norm(self._delta, self._residual, tower.norm, wide=True)
         rows = tower.projector(x)
+        if self._order is not None:
+            rows = ops.select_rows(rows, self._order)
         return torch.cat([rows, *self._deepstack], dim=1) if self._deepstack else rows

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from sdk.api.params import SamplingParams
     from sdk.llm import LLM
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 HELP = """/clear   forget the conversation
+/image   PATH: an image for the next message; several times for several
 /lora    the adapters of --lora; /lora NAME switches to one, /lora off to none
 /help    this text
 /exit    leave (or Ctrl-D)
@@ -66,6 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the model, as an option")
     parser.add_argument("--prompt", "-p", help="answer this and exit; - reads standard input")
     parser.add_argument("--system", help="the system message of the conversation")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="an image before the prompt, or before the first message of a chat; several are "
+        "allowed",
+    )
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: the context)")
     parser.add_argument("--temperature", type=float, help="0 takes the most likely token")
@@ -90,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     if args.raw and (prompt is None or args.system is not None):
         raise RequestError("--raw: expected --prompt or piped text, and no --system")
+    if args.raw and args.image:
+        raise RequestError("--image: expected a conversation, found --raw; leave one out")
+    for path in args.image:
+        check_image(path)
     params = sampling_params(args)
     adapters = named_adapters(args.lora)
     with opened(args, list(adapters.values())) as llm:
@@ -100,8 +114,10 @@ def run(args: argparse.Namespace) -> int:
                 "the model has no chat template, so it cannot chat; use --raw --prompt TEXT to "
                 "continue a text"
             )
+        if args.image and llm._reader.images is None:
+            raise RequestError("--image: this model reads text only; load one that reads images")
         if prompt is not None:
-            messages = opening(args.system, prompt)
+            messages = opening(args.system, prompt, args.image)
             answer = write_answer(llm, prompt if args.raw else messages, params(llm), lora)
             if args.stats or is_terminal(sys.stderr):
                 print(answer.summary(), file=sys.stderr)
@@ -190,10 +206,24 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     return text
 
 
-def opening(system: str | None, prompt: str) -> list[Message]:
+def opening(system: str | None, prompt: str, images: Sequence[Path] = ()) -> list[Message]:
     """The first messages of a conversation."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, asked(prompt, images)]
+
+
+def asked(text: str, images: Sequence[Path]) -> Message:
+    """A message of the user."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, Any]] = [{"type": "image", "image": path} for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def check_image(path: Path) -> None:
+    """:raises RequestError: there is no such file."""
+    if not path.is_file():
+        raise RequestError(f"--image: expected a file, found {str(path)!r}")
 
 
 def write_answer(
@@ -242,7 +272,7 @@ def chat(
     """Read a line, answer it, keep the history; until Ctrl-D, Ctrl-C or /exit."""
     print("Ctrl-C ends an answer, Ctrl-D leaves, /help has more.", file=sys.stderr)
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
-    history = list(first)
+    history, images = list(first), list(args.image)
     params = params.clone(truncate_prompt_tokens=-1)  # drop the oldest turns when it is full
     while True:
         try:
@@ -253,7 +283,10 @@ def chat(
         if line == "/exit":
             return 0
         if line == "/clear":
-            history = list(first)
+            history, images = list(first), []
+        if line.split()[:1] == ["/image"]:
+            print(_attached(llm, line, images), file=sys.stderr)
+            continue
         if line.split()[:1] == ["/lora"]:
             lora, said = _switched(llm, line, lora)
             print(said, file=sys.stderr)
@@ -263,18 +296,32 @@ def chat(
             continue
         if not line:
             continue
-        turn = [*history, {"role": "user", "content": line}]
+        turn = [*history, asked(line, images)]
         try:
             answer = write_answer(llm, turn, params, lora)
         except RequestError as error:
             # A message that is too long must not end the program.
             print(f"embedlm: {error}", file=sys.stderr)
             continue
-        history = [*turn, {"role": "assistant", "content": answer.text}]
+        history, images = [*turn, {"role": "assistant", "content": answer.text}], []
         for said in _remarks(llm, turn, answer, params):
             print(f"embedlm: {said}", file=sys.stderr)
         if args.stats or is_terminal(sys.stderr):
             print(answer.summary(), file=sys.stderr)
+
+
+def _attached(llm: LLM, line: str, images: list[Path]) -> str:
+    """The reply to ``/image PATH``, which adds to ``images``; without a path it names them."""
+    given = line.split(maxsplit=1)[1:]
+    if llm._reader.images is None:
+        return "this model reads text only"
+    if given:
+        try:
+            check_image(path := Path(given[0]).expanduser())
+        except RequestError as error:
+            return str(error).replace("--image", "/image")
+        images.append(path)
+    return f"with the next message: {', '.join(map(str, images)) or 'no image; /image PATH'}"
 
 
 def _switched(llm: LLM, line: str, lora: str | None) -> tuple[str | None, str]:
@@ -297,12 +344,27 @@ def _command(line: str) -> str:
     return HELP if line == "/help" else f"no such command: {line.split()[0]}\n{HELP}"
 
 
+def _is_longer(llm: LLM, turn: list[Message], num_tokens: int) -> bool:
+    """Whether a conversation has more tokens than that, so that its oldest turns were dropped."""
+    from sdk.api.params import SamplingParams
+    from sdk.requests.prompt_images import image_parts
+    from sdk.requests.prompt_kinds import ChatOptions
+
+    if not any(True for message in turn for _ in image_parts(message)):
+        whole = llm.get_tokenizer().apply_chat_template(turn, add_generation_prompt=True)
+        return num_tokens < len(whole)
+    try:
+        read = llm._reader.read_chat(turn, SamplingParams(), ChatOptions())
+    except RequestError:  # it is longer than the context
+        return True
+    return num_tokens < len(read.token_ids)
+
+
 def _remarks(
     llm: LLM, turn: list[Message], answer: Answer, params: SamplingParams
 ) -> Iterator[str]:
     """What a user should know about an answer: it was cut, or the prompt was."""
-    whole = llm.get_tokenizer().apply_chat_template(turn, add_generation_prompt=True)
-    if answer.num_prompt_tokens < len(whole):
+    if _is_longer(llm, turn, answer.num_prompt_tokens):
         yield (
             f"the context of {llm.max_model_len} tokens is full: this answer does not see the "
             "oldest turns. /clear starts over, --max-model-len makes the context larger"

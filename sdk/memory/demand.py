@@ -21,6 +21,7 @@ from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
 if TYPE_CHECKING:
     from sdk.kernels.scratch import Scratch
+    from sdk.memory.images import ImageMemory
     from sdk.models.config import ModelConfig
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were
@@ -85,6 +86,7 @@ class MemoryDemand:
     ``windows``: for each window group of the cache the window and the bytes of a frame, which
     ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence.
     ``row_drafts``: the most draft tokens of one request. ``experts``: if not all are in memory.
+    ``images``: what reading images takes.
     """
 
     weights: WeightBytes
@@ -120,6 +122,7 @@ class MemoryDemand:
     slot_bytes: int = 0
     row_drafts: int = 0
     experts: ExpertShare | None = None
+    images: ImageMemory | None = None
 
     @property
     def tokenizer(self) -> int:

@@ -18,11 +18,12 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import ImageTexts, Tokenizer
 
 if TYPE_CHECKING:
+    from sdk.api.config import EngineConfig
     from sdk.api.image_hosts import ImageFetcher
     from sdk.images.processors import ImageProcessor
 
-#: Parts of a message's content that are images.
-IMAGE_PARTS = ("image_url", "image")
+#: Parts of a message's content that are images; the last one is vLLM's.
+IMAGE_PARTS = ("image_url", "image", "image_pil")
 #: How errors show the forms of an image in a conversation.
 _FORMS = (
     "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}} or {'type': 'image', "
@@ -50,6 +51,17 @@ class ImageReader:
         self._fetch = fetch
         self._folder = None if folder is None else Path(folder).resolve()
 
+    @classmethod
+    def of(cls, config: EngineConfig, processor: ImageProcessor, token_id: int) -> ImageReader:
+        """With the options of an engine."""
+        return cls(
+            processor,
+            token_id,
+            most=config.most_images,
+            fetch=config.image_fetcher,
+            folder=config.allowed_local_media_path,
+        )
+
     # ---- images as callers give them -------------------------------------------------------------
 
     def of_conversation(
@@ -63,11 +75,11 @@ class ImageReader:
         given = [
             (f"messages[{index}].content[{number}]", part)
             for index, message in enumerate(messages)
-            for number, part in _image_parts(message)
+            for number, part in image_parts(message)
         ]
         if not given:
             return messages, ()
-        self._check_count(len(given))
+        self.check_count(len(given))
         inputs = tuple(self._read(_source_of(part, where), where) for where, part in given)
         return [_without_data(message) for message in messages], inputs
 
@@ -86,14 +98,15 @@ class ImageReader:
             )
         given = data.get("image")
         sources = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        self._check_count(len(sources))
+        self.check_count(len(sources))
         one = len(sources) == 1 and sources is not given
         return tuple(
             self._read(source, "multi_modal_data.image" + ("" if one else f"[{index}]"))
             for index, source in enumerate(sources)
         )
 
-    def _check_count(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
+        """:raises RequestError: these are too many images for one prompt."""
         if count > self.most:
             raise RequestError(
                 f"images: expected at most {self.most} in a prompt, found {count}; send fewer, or "
@@ -188,16 +201,21 @@ class ImageReader:
         pieces = self._processor.layout(image)
         return "".join(one if isinstance(one, str) else spelled * one for one in pieces)
 
-    def in_text(self, tokenizer: Tokenizer, text: str, images: Sequence[ImageInput]) -> str:
-        """A prompt with the images in the place of their placeholders.
+    def in_text(
+        self, tokenizer: Tokenizer, text: str, images: Sequence[ImageInput]
+    ) -> tuple[str, bool]:
+        """A prompt with the images in the place of their placeholders, and whether the tokenizer
+        adds the tokens that begin a text: not to one that the model's processor frames.
 
         :raises RequestError: there are more or fewer placeholders than images.
         """
-        placeholder = self._processor.placeholder
-        pieces = text.split(placeholder)
+        placeholder, bos = self._processor.placeholder, tokenizer.bos_token_id
+        begin = "" if bos is None else tokenizer.id_to_token(bos) or ""
+        framed = self._processor.framed(text, begin)
+        pieces = framed.split(placeholder)
         self._check_places(len(pieces) - 1, len(images), placeholder)
         expanded = self.texts(tokenizer, images).expanded
-        return "".join(map("".join, zip(pieces, (*expanded, ""), strict=True)))
+        return "".join(map("".join, zip(pieces, (*expanded, ""), strict=True))), framed == text
 
     def in_ids(
         self, tokenizer: Tokenizer, ids: Sequence[int], images: Sequence[ImageInput]
@@ -254,7 +272,7 @@ class _Url(str):
     __slots__ = ()
 
 
-def _image_parts(message: object) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def image_parts(message: object) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The images of a message, with their places in its content."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
@@ -282,10 +300,10 @@ def _source_of(part: Mapping[str, Any], where: str) -> Any:
 
 def _without_data(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
-    if not any(True for _ in _image_parts(message)):
+    if not any(True for _ in image_parts(message)):
         return message
     assert isinstance(content, list | tuple)
-    at = {number for number, _ in _image_parts(message)}
+    at = {number for number, _ in image_parts(message)}
     parts = [{"type": "image"} if i in at else part for i, part in enumerate(content)]
     return {**message, "content": parts}
 
@@ -308,7 +326,7 @@ def images_of(
     images: Sequence[ImageInput], messages: Sequence[Mapping[str, Any]], kept: Sequence[int]
 ) -> tuple[ImageInput, ...]:
     """Of the images of a conversation those in some messages, named by their indices."""
-    counts = [sum(1 for _ in _image_parts(message)) for message in messages]
+    counts = [sum(1 for _ in image_parts(message)) for message in messages]
     starts = [0, *itertools.accumulate(counts)]
     return tuple(one for index in kept for one in images[starts[index] : starts[index + 1]])
 

@@ -346,10 +346,10 @@ class PromptReader:
         tokenizer = self.need_tokenizer("an image")
         self._limits.check_images(inputs, room)
         if key == "prompt" and isinstance(value, str):
-            text = images.in_text(tokenizer, str.__str__(value), inputs)
+            text, adds = images.in_text(tokenizer, str.__str__(value), inputs)
             limit = None if params.truncate_prompt_tokens else self.max_model_len - room
             try:
-                ids = tokenizer.encode(text, stop_after=limit)
+                ids = tokenizer.encode(text, adds, stop_after=limit)
             except TooManyTokens as error:
                 raise self._limits.too_long(error.at_least, room, "at least ", inputs) from None
         else:

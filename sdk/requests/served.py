@@ -19,6 +19,7 @@ from sdk.requests.job_driver import JobDriver
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.pooling import PoolingRequests
 from sdk.requests.progress import Advice
+from sdk.requests.prompt_images import ImageReader
 from sdk.requests.prompts import Prompt, PromptReader
 
 if TYPE_CHECKING:  # loaded with a model
@@ -86,6 +87,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         max_model_len=max_model_len,
         chat_template=config.chat_template,
         hidden_size=model.hidden_size if config.enable_prompt_embeds else None,
+        images=_image_reader(facts),
     )
     jobs = JobMaker(
         reader,
@@ -108,6 +110,17 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         BeamSearches(jobs, reader, facts.eos_token_ids, max_model_len, config.on_progress),
         facts.defaults,
     )
+
+
+def _image_reader(facts: ModelFacts) -> ImageReader | None:
+    """``None``: the engine reads no images, or no text."""
+    vision = facts.model_config.vision
+    if facts.plan.images is None or vision is None or facts.tokenizer is None:
+        return None
+    from sdk.images.processors import image_processor
+
+    processor = image_processor(facts.headers.config, facts.headers.processor)
+    return ImageReader.of(facts.config, processor, vision.token_id)
 
 
 class Served(Protocol):

@@ -12,6 +12,7 @@ from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.serving.access import Demand
 from sdk.serving.endpoint import Services, Use, admitted
 from sdk.serving.exchange import Exchange
+from sdk.serving.images import with_images
 from sdk.serving.models import Target
 
 #: A prompt's number and a piece of its answers.
@@ -122,6 +123,8 @@ async def ask(
     kind = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
     params = params.clone(output_kind=kind, tenant=exchange.caller.tenant)
     target.served.weigh(exchange.caller)
+    if template is not None:
+        prompts = [await with_images(one, target.llm, services.fetch_image) for one in prompts]
     more = {"lora_request": target.lora, **(template or {})}
     streams = [target.llm.astream(prompt, params, **more) for prompt in prompts]
     answers = await stack.enter_async_context(Answers(streams))

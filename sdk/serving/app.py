@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from sdk import __version__
 from sdk.api.flags import check_flags
+from sdk.api.image_hosts import ImageFetcher
 from sdk.serving.access import Access, Open, Role
 from sdk.serving.anthropic import messages as anthropic
 from sdk.serving.endpoint import Endpoint, Handler, Services
@@ -83,6 +84,7 @@ def create_app(
     limits: BodyLimits | None = None,
     page: bool = False,
     metrics_prefix: str = "embedlm",
+    image_fetcher: ImageFetcher | None = None,
 ) -> FastAPI:
     """An application that answers OpenAI's API with ``models``, which their owner closes.
 
@@ -95,7 +97,9 @@ def create_app(
     ``SamplingParams``.
     :func:`sdk.serving.guard.protected` adds the limits of HTTP. ``page``: serve the page at ``/``
     and its live view, ``/live``. ``metrics_prefix``: of the names at ``/metrics``; with ``"vllm"``
-    they are those of vLLM.
+    they are those of vLLM. ``image_fetcher``: gets images that requests name by a URL, such as
+    :class:`sdk.ImageHosts`; without it images must be in the request. The LLM's own fetcher and
+    folder are for its owner's code: requests never reach them.
 
     ``host.mount("/", create_app(llm))`` has ``/v1/chat/completions``, ``/health`` and so on, and so
     has ``host.mount("/v1", create_app(llm))`` for OpenAI's routes. The app has no lifespan and no
@@ -113,6 +117,7 @@ def create_app(
         limits,
         KeptResponses(max_kept_bytes),
         None if live is None else live.ended,
+        image_fetcher,
     )
     app = FastAPI(
         title="embedlm",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
+from sdk.api.image_hosts import ImageFetcher
 from sdk.api.outputs import RequestOutput
 from sdk.serving.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
 from sdk.serving.errors import INTERNAL, STOPPING, problem_of
@@ -31,6 +32,8 @@ class Services:
     kept: KeptResponses
     #: Told the model and the last outputs of each use that has ended.
     on_end: Callable[[str, Iterable[RequestOutput]], None] | None = None
+    #: Gets images that requests name by a URL; None: they must be in the request.
+    fetch_image: ImageFetcher | None = None
 
 
 Handler = Callable[[Exchange, Services], Awaitable[None]]

@@ -45,6 +45,11 @@ class Served:
         return self._reasons
 
     @property
+    def sees(self) -> bool:
+        """Whether it reads images."""
+        return self.llm._reader.images is not None
+
+    @property
     def template(self) -> str | None:
         """The source of its chat template, if it has one."""
         found: str | None = self.llm._reader.template_of(ChatOptions())
@@ -198,6 +203,7 @@ class Models:
                 "root": served.name,
                 "parent": None if name in served.names else served.name,
                 "max_model_len": served.llm.max_model_len,
+                "input_modalities": ["text", "image"] if served.sees else ["text"],
             }
             for served in self
             for name in served.all_names()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.image_hosts import ImageHosts
 from sdk.api.sizes import parse_bytes
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
@@ -68,6 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for responses that later requests go on from; 0: none (%(default)s)",
     )
+    parser.add_argument(
+        "--allowed-image-hosts",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="hosts from which images are fetched that a request names by a URL: img.example.org, "
+        "*.example.org, * for every public one (default: none)",
+    )
+    parser.add_argument(
+        "--allowed-image-networks",
+        nargs="+",
+        default=[],
+        metavar="NETWORK",
+        help="private networks in which such a host may be, such as 10.1.0.0/16",
+    )
     parser.add_argument("--no-page", action="store_true", help="no page at / and no live view")
     parser.add_argument(
         "--forwarded-allow-ips",
@@ -89,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     adapters = named_adapters(args.lora)
     check_adapters(adapters, named)
     kept_bytes(args)  # before the model is loaded
+    image_hosts(args)
     if args.drain_seconds < 0:
         raise RequestError(
             f"--drain-seconds: expected at least 0, found {args.drain_seconds:g}; 0 aborts at once"
@@ -115,6 +132,15 @@ def kept_bytes(args: argparse.Namespace) -> int:
     """The value of ``--kept-responses``. :raises RequestError: it is not a size."""
     size: str = args.kept_responses
     return 0 if size == "0" else parse_bytes(size, "--kept-responses")
+
+
+def image_hosts(args: argparse.Namespace) -> ImageHosts | None:
+    """From where images are fetched. :raises RequestError: a host or a network is invalid."""
+    if not args.allowed_image_hosts:
+        if args.allowed_image_networks:
+            raise RequestError("--allowed-image-networks: needs --allowed-image-hosts too")
+        return None
+    return ImageHosts(args.allowed_image_hosts, networks=args.allowed_image_networks)
 
 
 def names_of(model: str, named: Mapping[str, str]) -> list[str]:
@@ -226,6 +252,7 @@ def made_app(llms: dict[str, LLM], args: argparse.Namespace, guard: Protection) 
         max_kept_bytes=kept_bytes(args),
         limits=guard.body,
         page=not args.no_page,
+        image_fetcher=image_hosts(args),
     )
 
 

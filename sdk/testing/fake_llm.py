@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from sdk.api.config import EngineConfig
 from sdk.api.display import html_table
 from sdk.api.errors import RequestError
+from sdk.api.image_hosts import ImageFetcher
 from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import PolicyName, SchedulingPolicy
 from sdk.llm import LLM
+from sdk.requests.prompt_images import ImageReader
 from sdk.testing.fake_executor import ScriptedExecutor
-from sdk.testing.fake_tokenizer import FakeTokenizer
+from sdk.testing.fake_tokenizer import IMAGE, FakeTokenizer
 from sdk.testing.script import Answers, FakeRequest, Script
 from sdk.testing.served_script import ServedScript, needs_weights
 
@@ -55,6 +57,9 @@ class FakeLLM(LLM):
     lists what was asked.
 
     A step takes ``seconds_per_token``, and ``seconds_to_first_token`` more for a new prompt.
+    With ``images=True`` it is a model of text and images: images are decoded, resized and checked
+    as for a real one (which needs the extra ``vision``), and each has 4 tokens.
+
     ``clock`` and ``sleep`` replace the system's (:class:`ManualClock` has both), except in
     ``pump``.
 
@@ -77,6 +82,10 @@ class FakeLLM(LLM):
         max_waiting: int | None = None,
         scheduling_policy: PolicyName | SchedulingPolicy = "fcfs",
         tenant_weights: Mapping[str, float] | None = None,
+        images: bool = False,
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        image_fetcher: ImageFetcher | None = None,
+        allowed_local_media_path: str | PathLike[str] | None = None,
     ) -> None:
         for name, value in (
             ("seconds_per_token", seconds_per_token),
@@ -91,8 +100,12 @@ class FakeLLM(LLM):
             max_waiting=max_waiting,
             scheduling_policy=scheduling_policy,
             tenant_weights=tenant_weights,
+            limit_mm_per_prompt=limit_mm_per_prompt,
+            image_fetcher=image_fetcher,
+            allowed_local_media_path=allowed_local_media_path,  # type: ignore[arg-type]
         )
-        tokenizer = FakeTokenizer()
+        reads_images = images and self.config.most_images > 0
+        tokenizer = FakeTokenizer(images=reads_images)
         executor = ScriptedExecutor(
             tokenizer,
             seconds_per_token=seconds_per_token,
@@ -102,7 +115,8 @@ class FakeLLM(LLM):
         )
         params = default_sampling_params or SamplingParams()
         script = Script(answers, errors)
-        served = ServedScript(self.config, script, tokenizer, executor, clock, params)
+        reader = _image_reader(self.config, tokenizer) if reads_images else None
+        served = ServedScript(self.config, script, tokenizer, executor, clock, params, reader)
         self._accepted = served.jobs.accepted
         self._open(served)
 
@@ -131,3 +145,18 @@ class FakeLLM(LLM):
     def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
         """Not supported."""
         needs_weights("quantize")
+
+
+def _image_reader(config: EngineConfig, tokenizer: FakeTokenizer) -> ImageReader:
+    """As a LLaVA 1.5 of 28 by 28 pixels reads images."""
+    from sdk.images.processors import image_processor
+
+    sides = {"height": 28, "width": 28}
+    vision = {"image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"}
+    processor = image_processor(
+        {"model_type": "llava", "vision_config": vision},
+        {"size": {"shortest_edge": 28}, "crop_size": sides},
+    )
+    token_id = tokenizer.token_to_id(IMAGE)
+    assert token_id is not None
+    return ImageReader.of(config, processor, token_id)

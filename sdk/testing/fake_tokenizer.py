@@ -17,7 +17,8 @@ _FIRST_BYTE = len(_SPECIAL)
 VOCAB_SIZE = 1 << 16
 #: Long words are cut, so that text without spaces has more than one token.
 _WORD = re.compile(r"\s*\w{1,12}|\s*[^\w\s]|\s+")
-_CONTROL = re.compile("|".join(map(re.escape, _SPECIAL)))
+#: The token of images, for a model that reads them.
+IMAGE = "<image>"
 _TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
@@ -29,14 +30,19 @@ _TEMPLATE = (
 class FakeTokenizer(TextTokenizer):
     """See :class:`sdk.quant.tokenizer.Tokenizer`. Words get their ids when they are first used."""
 
-    def __init__(self) -> None:
-        special = frozenset(range(len(_SPECIAL)))
+    def __init__(self, *, images: bool = False) -> None:
+        image = (len(_SPECIAL) + 256,) if images else ()
+        special = frozenset((*range(len(_SPECIAL)), *image))
         names = {"eos_token": _SPECIAL[END]}
         super().__init__(TokenizerFacts(None, frozenset({END}), special, _TEMPLATE, {}, names))
         self._lock = threading.Lock()
         self._texts = [text.encode() for text in _SPECIAL]
         self._texts += [bytes([byte]) for byte in range(256)]
         self._ids: dict[str, int] = {text: token_id for token_id, text in enumerate(_SPECIAL)}
+        if images:
+            self._ids[IMAGE] = len(self._texts)
+            self._texts.append(IMAGE.encode())
+        self._control = re.compile("|".join(map(re.escape, self._ids)))
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +78,7 @@ class FakeTokenizer(TextTokenizer):
     def _mixed(self, text: str, breaker: str | None) -> Iterator[int]:
         """The ids of a text with control tokens; ``breaker``: see ``_encode_rendered``."""
         end = 0
-        for found in _CONTROL.finditer(text):
+        for found in self._control.finditer(text):
             yield from self._words(_without(text[end : found.start()], breaker))
             yield self._ids[found[0]]
             end = found.end()

@@ -17,6 +17,7 @@ from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.driver import Driver
 from sdk.requests.monitoring import Monitoring
 from sdk.requests.pooling import PoolingRequests
+from sdk.requests.prompt_images import ImageReader
 from sdk.requests.prompts import Prompt
 from sdk.requests.served import Frontend
 from sdk.testing.fake_executor import ScriptedExecutor
@@ -49,6 +50,7 @@ class ServedScript:
         executor: ScriptedExecutor,
         clock: Callable[[], float],
         default_params: SamplingParams,
+        images: ImageReader | None = None,
     ) -> None:
         """``config``: with a ``max_model_len``."""
         self.config = config
@@ -59,7 +61,9 @@ class ServedScript:
         self.monitoring = Monitoring(self.driver)
         self.prefixes = _CachedPrefixes(self.driver)
         self.memory = _NoMemory(self.driver, self.prefixes)
-        reader = FakeReader(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+        reader = FakeReader(
+            tokenizer, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, images=images
+        )
         self.jobs = ScriptedJobs(reader, default_params, script, clock, max_model_len)
         self.frontend = Frontend(
             reader,

@@ -20,8 +20,10 @@ from tests.vision_prompts import (
     FAMILIES,
     GEMMA,
     LLAVA,
+    PALIGEMMA,
     QWEN,
     Family,
+    paligemma_ids,
     picture,
     plain_template,
     prompt_reader,
@@ -129,6 +131,16 @@ def test_a_text_with_placeholders_is_read_like_the_conversation(
     assert spans_of(same) and same.cache_salt == "s"
     if family is not GEMMA:  # its line breaks around an image merge with those of the text
         assert same.token_ids == expected.token_ids
+
+
+def test_a_text_is_framed_as_the_processor_of_the_model_does(tmp_path: Path) -> None:
+    """PaliGemma's sequences begin after the image and end with a line break."""
+    reader, pixels = prompt_reader(PALIGEMMA, tmp_path), picture(40, 61)
+    for text_ in ("<image>caption en", "<image>"):
+        given = {"prompt": text_, "multi_modal_data": {"image": pixels}}
+        prompt = reader.read(given, _PARAMS)
+        assert list(prompt.token_ids) == paligemma_ids(text_, pixels)
+        assert prompt.images[0].spans == ((0, 4),)
 
 
 @families

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from sdk import LLM
 from sdk.api.errors import CheckpointError, RequestError
 from sdk.api.params import SamplingParams
 from sdk.cli import build_parser, main, run
+from sdk.testing import FakeLLM
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,7 @@ class ScriptedLLM:
         self.asked: list[Any] = []
         self.closed = 0
         self.max_model_len = 100
+        self._reader = SimpleNamespace(images=None)
 
     def get_tokenizer(self) -> Any:
         return SimpleNamespace(
@@ -356,3 +359,80 @@ def test_ctrl_c_during_an_answer_of_the_real_model_leaves_quietly(smollm2: Path)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "my photo.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    return path
+
+
+def test_images_of_the_command_line_come_before_the_prompt(
+    photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    llm = FakeLLM("Red.", images=True)
+    monkeypatch.setattr(run, "opened", lambda args, adapters: llm)
+    args = parse("m.gguf", "What is it?", "--image", str(photo), "--image", str(photo))
+    assert run.run(args) == 0
+    assert capsys.readouterr().out == "Red.\n"
+    image = {"type": "image", "image": photo}
+    content = [image, image, {"type": "text", "text": "What is it?"}]
+    assert llm.requests[0].prompt == [{"role": "user", "content": content}]
+
+
+def test_images_in_a_chat(photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    llm = FakeLLM("Red.", images=True)
+    typed(
+        monkeypatch,
+        "And this?",
+        "/image",
+        f"/image {photo}",
+        "/image nowhere.png",
+        "Now?",
+        "And without?",
+        f"/image {photo}",
+        "/clear",
+        "Again",
+    )
+    args = parse("--image", str(photo))
+    assert run.chat(llm, args, SamplingParams(max_tokens=9)) == 0
+    images = [
+        [isinstance(one["content"], list) for one in request.prompt if one["role"] == "user"]
+        for request in llm.requests
+    ]
+    assert images == [[True], [True, True], [True, True, False], [False]]
+    err = capsys.readouterr().err
+    assert "with the next message: no image" in err
+    assert f"with the next message: {photo}" in err
+    assert "/image: expected a file, found 'nowhere.png'" in err
+    assert "does not see the oldest turns" not in err
+    llm.close()
+
+
+def test_a_chat_with_images_that_outgrows_the_context_says_so(
+    photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    with FakeLLM("Red.", images=True, max_model_len=24) as llm:
+        typed(monkeypatch, *[f"/image {photo}", "one"] * 3)
+        assert run.chat(llm, parse(), SamplingParams(max_tokens=2)) == 0
+    assert "does not see the oldest turns" in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_used_are_refused(
+    photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(run, "opened", lambda args, adapters: FakeLLM("Red."))
+    with pytest.raises(RequestError, match="--image: this model reads text only"):
+        run.run(parse("m.gguf", "What?", "--image", str(photo)))
+    with pytest.raises(RequestError, match=r"--image: expected a file, found 'nowhere.png'"):
+        run.run(parse("m.gguf", "What?", "--image", "nowhere.png"))
+    with pytest.raises(RequestError, match="--image: expected a conversation, found --raw"):
+        run.run(parse("m.gguf", "What?", "--raw", "--image", str(photo)))
+    typed(monkeypatch, f"/image {photo}")
+    with FakeLLM("Red.") as llm:
+        assert run.chat(llm, parse(), SamplingParams()) == 0
+    assert "this model reads text only" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from sdk import (
     LLM as OurLLM,
@@ -18,6 +19,7 @@ from sdk import (
     RequestError,
     SamplingParams as OurParams,
 )
+from sdk.api.image_hosts import ImageHosts
 from sdk.api.outputs import ClassificationOutput
 from sdk.compat import vllm
 from sdk.compat.vllm import (
@@ -38,6 +40,7 @@ from sdk.compat.vllm._options import OPTIONS, llm_options
 from sdk.compat.vllm.inputs import our_prompt
 from sdk.compat.vllm.outputs import class_output
 from sdk.loaders.open import open_checkpoint
+from sdk.testing import FakeLLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 ASK = [{"role": "user", "content": "How are you?"}]
@@ -527,3 +530,43 @@ def test_closing_a_generator_and_aborting_end_requests(model: str) -> None:
     assert engine.errored
     with pytest.raises(EngineClosedError):
         asyncio.run(engine.check_health())
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def test_options_of_images_are_ours() -> None:
+    limits = {"image": {"count": 2, "width": 512}, "video": 1}
+    given = {
+        "limit_mm_per_prompt": limits,
+        "allowed_local_media_path": "/tmp",
+        "allowed_media_domains": ["img.example.org"],
+    }
+    options = llm_options(given)
+    assert options["limit_mm_per_prompt"] == {"image": 2}
+    assert options["allowed_local_media_path"] == "/tmp"
+    assert isinstance(options["image_fetcher"], ImageHosts)
+    assert llm_options({"language_model_only": True}) == {"limit_mm_per_prompt": {"image": 0}}
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs=.* is not supported"):
+        llm_options({"mm_processor_kwargs": {"max_pixels": 9}})
+    with pytest.raises(RequestError, match="limit_mm_per_prompt: expected a dict, found 3"):
+        llm_options({"limit_mm_per_prompt": 3})
+
+
+def test_prompts_and_conversations_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLLM("Red.", images=True)
+    monkeypatch.setattr("sdk.compat.vllm.entrypoints.llm._OurLLM", lambda model, **given: fake)
+    made = LLM("a model that sees")
+    pixels = Image.new("RGB", (40, 30), "red")
+    prompt = {"prompt": "USER: <image> What is it?", "multi_modal_data": {"image": pixels}}
+    try:
+        [found] = made.generate(prompt, SamplingParams(max_tokens=9), use_tqdm=False)
+        assert found.outputs[0].text == "Red." and found.prompt == prompt["prompt"]
+        assert found.prompt_token_ids.count(made.llm._reader.images.token_id) == 4
+        part = {"type": "image_pil", "image_pil": pixels}
+        [found] = made.chat([{"role": "user", "content": [part]}], use_tqdm=False)
+        assert found.prompt_token_ids.count(made.llm._reader.images.token_id) == 4
+        with pytest.raises(RequestError, match="found 2 for 1 images"):
+            made.generate({**prompt, "prompt": "<image><image>"}, use_tqdm=False)
+    finally:
+        made.llm.close()

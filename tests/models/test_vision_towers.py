@@ -19,6 +19,10 @@ from tests.models.tiny_vision import MODELS, expected_rows, image, vision_model
 SIZES = {
     "gemma3": [[(56, 56)], [(56, 56), (56, 56)]],
     "qwen3_vl": [[(40, 24)], [(8, 104)], [(64, 56)]],
+    "idefics3": [[(42, 42)] * 3, [(42, 42)]],
+    "smolvlm": [[(56, 56)] * 2],
+    "qwen2_5_vl": [[(40, 24)], [(8, 104)], [(64, 56)]],
+    "mistral3": [[(40, 24)], [(8, 64)], [(64, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
 }
 

@@ -54,13 +54,50 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 #: Families whose images have any shape.
-FREE = ("qwen3_vl", "qwen3_5")
+FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT,
         "vision_config": SIGLIP,
         "mm_tokens_per_image": 16,
         "image_token_index": 90,
+    },
+    "idefics3": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "image_size": 42},
+        "scale_factor": 3,
+        "image_token_id": 90,
+    },
+    "smolvlm": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": SIGLIP,
+        "scale_factor": 2,
+        "image_token_id": 90,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {
+            **QWEN,
+            "num_position_embeddings": None,
+            "window_size": 25,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 90,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {
+            "hidden_size": 72,
+            "intermediate_size": 104,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "image_size": 64,
+            "patch_size": 4,
+            "head_dim": 24,
+        },
+        "image_token_index": 90,
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
     },
     "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -106,17 +143,36 @@ def normalized(tile: NDArray[np.uint8], config: VisionConfig) -> Tensor:
 def expected_rows(model: Any, config: VisionConfig, images: list[ImageInput]) -> list[Tensor]:
     """What transformers makes of each image."""
     name = model.config.model_type
-    return [
-        _qwen_rows(model, config, own) if name in FREE else _rows(model, config, own)
-        for own in images
-    ]
+    rows = _qwen_rows if name in FREE else _OTHERS.get(name, _rows)
+    return [rows(model, config, own) for own in images]
+
+
+def _joined(rows: Any) -> Tensor:
+    """Rows of all tiles, which transformers gives as a list or as a tensor."""
+    rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     pixels = torch.stack([normalized(tile, config) for tile in own.tiles])
     with torch.no_grad():
-        rows = model.get_image_features(pixel_values=pixels).pooler_output
-    return rows.reshape(-1, rows.shape[-1])
+        return _joined(model.get_image_features(pixel_values=pixels).pooler_output)
+
+
+def _idefics_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    pixels = torch.stack([normalized(tile, config) for tile in own.tiles])
+    with torch.no_grad():
+        return _joined(model.get_image_features(pixel_values=pixels[None]).pooler_output)
+
+
+def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    [tile] = own.tiles
+    pixels, sizes = normalized(tile, config)[None], torch.tensor([tile.shape[:2]])
+    with torch.no_grad():
+        return _joined(model.get_image_features(pixels, sizes).pooler_output)
+
+
+_OTHERS = {"idefics3": _idefics_rows, "smolvlm": _idefics_rows, "mistral3": _mistral_rows}
 
 
 def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
@@ -130,6 +186,5 @@ def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     grid = torch.tensor([[1, down * merge, right * merge]])
     with torch.no_grad():
         found = model.get_image_features(pixel_values=patches.flatten(1), image_grid_thw=grid)
-    rows = found.pooler_output
-    rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
-    return torch.cat([rows, *(getattr(found, "deepstack_features", None) or ())], dim=1)
+    parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    return torch.cat([_joined(part) for part in parts], dim=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sdk.api.errors import RequestError
+from sdk.api.image_hosts import ImageHosts
 from sdk.quant.safe_repr import safe_repr
 
 
@@ -54,8 +55,8 @@ OPTIONS: Mapping[str, Option] = {
     "enable_prompt_embeds": _same(False),
     "tokenizer_mode": _same("auto"),
     "trust_remote_code": _free(False),
-    "allowed_local_media_path": _free(""),
-    "allowed_media_domains": _free(None),
+    "allowed_local_media_path": _same(""),
+    "allowed_media_domains": _read(None),
     "download_dir": _same(None),
     "safetensors_load_strategy": _free(None),
     "safetensors_prefetch_num_threads": _free(8),
@@ -160,12 +161,12 @@ OPTIONS: Mapping[str, Option] = {
     "enforce_eager": _same(False),
     "disable_custom_all_reduce": _free(False),
     "enable_shm_tensor_arena": _free(False),
-    "language_model_only": _free(False),
-    "limit_mm_per_prompt": _free(None),
+    "language_model_only": _read(False),
+    "limit_mm_per_prompt": _read(None),
     "enable_mm_embeds": _free(False),
     "interleave_mm_strings": _free(False),
     "media_io_kwargs": _free(None),
-    "mm_processor_kwargs": _free(None),
+    "mm_processor_kwargs": _only(None, "images are read as the model's files say"),
     "mm_processor_cache_gb": _free(4),
     "mm_processor_cache_type": _free("lru"),
     "mm_hasher_algorithm": _free("blake3"),
@@ -338,6 +339,7 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if option.use == "same":
             options[name] = value
     options |= _memory(changed, options.get("device")) | _files(changed) | _sizes(changed)
+    options |= _images(changed)
     drafts = dict(changed.get("speculative_config") or {})
     for name, key in (("method", "spec_method"), ("model", "spec_model")):
         drafts |= {name: changed[key]} if key in changed else {}
@@ -381,6 +383,25 @@ def _files(changed: Mapping[str, Any]) -> dict[str, Any]:
         )
     if changed.get("quantization") not in (None, *_FILE_METHODS):
         options["quantization"] = changed["quantization"]
+    return options
+
+
+def _images(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """How many images a prompt has, and which hosts they may come from."""
+    options: dict[str, Any] = {}
+    if (limits := changed.get("limit_mm_per_prompt")) is not None:
+        if not isinstance(limits, Mapping):
+            raise RequestError(f"limit_mm_per_prompt: expected a dict, found {safe_repr(limits)}")
+        # a limit may have sizes beside its count, which plan vLLM's memory; neither videos nor
+        # sounds are read, whatever their limits are
+        counts = {
+            k: v.get("count", 999) if isinstance(v, Mapping) else v for k, v in limits.items()
+        }
+        options["limit_mm_per_prompt"] = {k: v for k, v in counts.items() if k == "image"}
+    if changed.get("language_model_only"):
+        options["limit_mm_per_prompt"] = {"image": 0}
+    if (hosts := changed.get("allowed_media_domains")) is not None:
+        options["image_fetcher"] = ImageHosts(hosts)
     return options
 
 

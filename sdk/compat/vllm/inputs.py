@@ -26,7 +26,7 @@ class _TokensOptions(_PromptOptions, total=False):
 
 
 class TextPrompt(_PromptOptions):
-    """A prompt as text. Prompts with images, audio or video are rejected."""
+    """A prompt as text. ``multi_modal_data`` may have images; audio and video are rejected."""
 
     prompt: str
 

@@ -10,6 +10,7 @@ from sdk.serving.anthropic.events import MessageEvents, Messages
 from sdk.serving.anthropic.requests import chat_body
 from sdk.serving.endpoint import Services, salted
 from sdk.serving.exchange import Departure, Exchange
+from sdk.serving.images import with_images
 from sdk.serving.models import Target
 from sdk.serving.openai.requests import Body, ChatRequest, read_chat
 from sdk.serving.routes.generate import chat_template, stream_answers
@@ -42,7 +43,8 @@ async def count_tokens(exchange: Exchange, services: Services) -> None:
     """How many tokens the prompt of such a request has; nothing runs."""
     target, asked, _ = await _read(exchange, services)
     template = chat_template(asked, target, None)
-    stream = target.llm.astream(asked.messages, asked.params, lora_request=target.lora, **template)
+    messages = await with_images(asked.messages, target.llm, services.fetch_image)
+    stream = target.llm.astream(messages, asked.params, lora_request=target.lora, **template)
     async with Departure(exchange), Answers([stream]) as answers:
         await exchange.respond_json({"input_tokens": await answers.tokenized()})
 
@@ -54,7 +56,7 @@ async def _read(
     exchange.headers["request-id"] = exchange.id  # where Anthropic's clients look for it
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
-    chat = chat_body(body)
+    chat = chat_body(body, images=target.served.sees)
     default = target.llm.get_default_sampling_params()
     asked = read_chat(Body({**body.rest(), **chat}), default)
     return target, asked, () if chat["stop"] is None else asked.params.stop or ()

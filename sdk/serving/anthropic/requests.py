@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
+from sdk.serving.images import data_url
 from sdk.serving.openai.requests import Body
+
+#: A text, or an image.
+_Piece: TypeAlias = "str | dict[str, Any]"
 
 #: Parameters about a request that change nothing in its answer here.
 _IGNORED = (
@@ -16,13 +20,14 @@ _IGNORED = (
     *("user_profile_id", "workspace_id", "diagnostics"),
 )
 _REFUSED = ("container", "mcp_servers", "fallbacks")
+_MEDIA = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-def chat_body(body: Body) -> dict[str, Any]:
-    """The body of a chat completion that asks for the same.
+def chat_body(body: Body, *, images: bool = False) -> dict[str, Any]:
+    """The body of a chat completion that asks for the same. ``images``: the model reads them.
 
     Parameters that both have are left in ``body``.
 
@@ -32,7 +37,7 @@ def chat_body(body: Body) -> dict[str, Any]:
     for name in _REFUSED:
         if body.take(name):
             raise RequestError(f"{name}: is not supported; leave it out")
-    messages = _system(body.take("system")) + _messages(body.take("messages"))
+    messages = _system(body.take("system")) + _messages(body.take("messages"), images)
     made: dict[str, Any] = {"messages": messages, "stop": body.take("stop_sequences")}
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         made["continue_final_message"] = True  # the answer goes on where it ends
@@ -53,7 +58,7 @@ def _system(given: object) -> list[dict[str, Any]]:
     return [{"role": "system", "content": _joined(parts)}] if parts else []
 
 
-def _messages(given: object) -> list[dict[str, Any]]:
+def _messages(given: object, images: bool) -> list[dict[str, Any]]:
     """Messages of chat completions. Neighbours with the same role are one turn."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise RequestError(f"messages: expected a list of messages, found {safe_repr(given)}")
@@ -69,7 +74,7 @@ def _messages(given: object) -> list[dict[str, Any]]:
                 f"{where}: expected the role 'user' or 'assistant', found {safe_repr(role)}"
             )
         if role == "user":
-            turns = _asked(where, content, names)
+            turns = _asked(where, content, names, images)
         elif role == "assistant":
             turns = [_answered(where, content, names)]
         else:
@@ -90,21 +95,41 @@ def _extend(turn: dict[str, Any], more: Mapping[str, Any]) -> None:
         turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
-def _asked(where: str, content: object, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A user's message: results of tools, and texts."""
+def _asked(
+    where: str, content: object, names: Mapping[str, str], images: bool
+) -> list[dict[str, Any]]:
+    """A user's message: results of tools, texts and images."""
     turns: list[dict[str, Any]] = []
-    texts: list[str] = []
+    said: list[_Piece] = []
     for block in _blocks(where, content):
         if block.get("type") != "tool_result":
-            texts.append(_text(where, block, "text or tool_result"))
+            said.append(_piece(where, block, "text or tool_result", images))
             continue
-        found = _joined(_texts(where, block.get("content") or ""))
-        if block.get("is_error") and not found.lower().startswith("error"):
-            found = f"Error: {found}"
+        inside = _blocks(where, block.get("content") or "")
+        found = [_piece(where, one, "text", images) for one in inside]
+        text = next((one for one in found if isinstance(one, str)), "")
+        if block.get("is_error") and not text.lower().startswith("error"):
+            found = [f"Error: {found[0]}", *found[1:]] if found[:1] == [text] else ["Error", *found]
         call = _id(where, block, "tool_use_id")
-        turn = {"role": "tool", "tool_call_id": call, "content": [found]}
+        turn = {"role": "tool", "tool_call_id": call, "content": found}
         turns.append({**turn, "name": names[call]} if call in names else turn)
-    return [*turns, {"role": "user", "content": texts}] if texts or not turns else turns
+    return [*turns, {"role": "user", "content": said}] if said or not turns else turns
+
+
+def _piece(where: str, block: Mapping[str, Any], expected: str, images: bool) -> _Piece:
+    """A text, or an image as a part of a chat completion's message."""
+    if block.get("type") != "image" or not images:
+        return _text(where, block, expected)
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and kind == "base64":
+        media = source.get("media_type")
+        return data_url(f"{where}: image", source.get("data"), media if media in _MEDIA else "")
+    if isinstance(source, Mapping) and kind == "url" and isinstance(source.get("url"), str):
+        return {"type": "image_url", "image_url": {"url": source["url"]}}
+    raise RequestError(
+        f"{where}: image: expected a source of type 'base64' or 'url', found {safe_repr(source)}"
+    )
 
 
 def _answered(where: str, content: object, names: dict[str, str]) -> dict[str, Any]:
@@ -175,8 +200,19 @@ def _text(where: str, block: Mapping[str, Any], expected: str) -> str:
     return text
 
 
-def _joined(texts: Sequence[str]) -> str:
-    return "\n".join(texts)
+def _joined(pieces: Sequence[_Piece]) -> Any:
+    """A text, or with images a list of parts in which neighbouring texts are one."""
+    parts: list[dict[str, Any]] = []
+    for piece in pieces:
+        if not isinstance(piece, str):
+            parts.append(piece)
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"\n{piece}"
+        else:
+            parts.append({"type": "text", "text": piece})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 def _tools(given: object) -> list[dict[str, Any]]:

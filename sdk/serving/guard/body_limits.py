@@ -21,6 +21,10 @@ _STRUCTURES = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
+#: The types of parts and blocks that are images, and the keys of such: none of them is a text.
+_IMAGES = ("image_url", "input_image", "image")
+_IMAGE_KEYS = frozenset(("type", "image_url", "detail", "file_id", "source", "cache_control"))
+
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
@@ -30,7 +34,8 @@ class BodyLimits:
     ``prompts``: in one request, also inputs of embeddings and documents to rerank; ``messages``:
     of a chat; ``n``: answers per prompt (also ``best_of``); ``answers``: of all prompts together;
     ``stop``: stop strings; ``stop_chars``: of one of them; ``tools``: how many; ``schema_chars``:
-    of all schemas, tools and grammars together, as JSON.
+    of all schemas, tools and grammars together, as JSON; ``images``: in one request. Images count
+    as no texts: their bytes are limited with those of the body.
 
     :raises RequestError: a limit is not a whole number of at least 1.
     """
@@ -44,6 +49,7 @@ class BodyLimits:
     stop_chars: int = 1024
     tools: int = 128
     schema_chars: int = 256 * 2**10
+    images: int = 16
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -89,6 +95,7 @@ class BodyLimits:
             if is_list and not (name == "input" and _is_conversation(_list(value))):
                 _check(name, len(_list(value)), self.prompts, "prompts")
                 prompts = max(prompts, len(_list(value)))
+        _check("images", sum(1 for _ in _images(body)), self.images, "images in one request")
         left = self.prompt_chars
         for name in _TEXTS:
             for chars in _lengths(body.get(name)):
@@ -122,13 +129,36 @@ def _is_conversation(value: Sequence[object]) -> bool:
     return bool(value) and isinstance(value[0], Mapping)
 
 
+def _is_image(part: Mapping[str, object]) -> bool:
+    return part.get("type") in _IMAGES and part.keys() <= _IMAGE_KEYS
+
+
+def _images(value: object) -> Iterator[object]:
+    """All images inside ``value``."""
+    if isinstance(value, Mapping):
+        if _is_image(value):
+            yield value
+            return
+        for name, item in value.items():
+            if name == "images":
+                yield from _list(item)
+            else:
+                yield from _images(item)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):
+        for item in value:
+            yield from _images(item)
+
+
 def _lengths(value: object) -> Iterator[int]:
     """The lengths of all texts inside ``value``; a list of token ids counts its items."""
     if isinstance(value, str):
         yield len(value)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _lengths(item)
+        if _is_image(value):
+            return
+        for name, item in value.items():
+            if name != "images":  # Ollama's, in base64
+                yield from _lengths(item)
     elif isinstance(value, list):
         if value and isinstance(value[0], int):
             yield len(value)

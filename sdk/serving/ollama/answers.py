@@ -17,10 +17,11 @@ from sdk.serving.models import Target
 from sdk.serving.ollama.lines import Lines, line
 from sdk.serving.ollama.requests import (
     begin,
+    images_of,
     message_of,
-    refuse_images,
     thinking,
     translated,
+    with_text,
 )
 from sdk.serving.openai.requests import Body, read_chat, read_completion
 from sdk.serving.openai.responses import Responses
@@ -33,14 +34,15 @@ async def chat(exchange: Exchange, services: Services) -> None:
     """The next message of a conversation; without messages the model is loaded."""
     body, target = await begin(exchange, services)
     streamed = body.take_flag("stream", True)
-    refuse_images({"images": body.take("images")})
+    if body.take("images"):
+        raise RequestError("images: are not supported here; put them into a message")
     given = body.take("messages", [])
     if not isinstance(given, list):
         raise RequestError(f"messages: expected a list of messages, found {safe_repr(given)}")
     asked = {
         **translated(body),
         **body.take_all(("logprobs", "top_logprobs")),
-        "messages": [message_of(one) for one in given],
+        "messages": [message_of(one, target) for one in given],
         "tools": body.take("tools"),
         "chat_template_kwargs": thinking(body, target) or None,
     }
@@ -53,7 +55,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
     prompt the model is loaded."""
     body, target = await begin(exchange, services)
     streamed = body.take_flag("stream", True)
-    refuse_images({"images": body.take("images")})
+    images = images_of(body.take("images"), target)
     prompt, system, raw = body.take("prompt", ""), body.take("system"), body.take_flag("raw")
     suffix, logprobs = body.take("suffix"), body.take_all(("logprobs", "top_logprobs"))
     if body.take("context"):
@@ -70,12 +72,15 @@ async def generate(exchange: Exchange, services: Services) -> None:
         if system:
             other = "with raw" if raw else "with suffix" if suffix else "without a chat template"
             raise RequestError(f"system: is not supported {other}; put it into the prompt")
+        if images:
+            raise RequestError("images: are supported with a chat template alone, without raw")
         asked |= {"prompt": prompt, "suffix": suffix}
         await _continue(exchange, services, target, asked, _completion_logprobs(logprobs), streamed)
         return
-    messages = [{"role": "system", "content": system}] if system else []
-    if prompt:
-        messages.append({"role": "user", "content": prompt})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if prompt or images:
+        content = with_text(images, prompt) if images else prompt
+        messages.append({"role": "user", "content": content})
     else:
         messages = []
     asked |= {**logprobs, "messages": messages, "chat_template_kwargs": variables or None}

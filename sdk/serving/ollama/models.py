@@ -140,6 +140,8 @@ def _capabilities(served: Served, template: str) -> list[str]:
     found = ["completion", "embedding"]
     if template:
         found.append("tools")  # a template without a place for them gets them in words
+    if served.sees:
+        found.append("vision")
     if served.reasons:
         found.append("thinking")
     if served.infills:

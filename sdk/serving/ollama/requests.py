@@ -11,6 +11,7 @@ from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.serving.endpoint import Services
 from sdk.serving.exchange import Exchange
+from sdk.serving.images import data_url
 from sdk.serving.models import Models, Target
 from sdk.serving.openai.requests import Body
 
@@ -63,10 +64,18 @@ def resolved(models: Models, name: object) -> Target:
     return models.resolve(name)
 
 
-def refuse_images(given: Mapping[str, Any]) -> None:
-    """:raises RequestError: there are images."""
-    if given.get("images"):
-        raise RequestError("images: are not supported; leave them out")
+def images_of(given: object, target: Target) -> list[dict[str, Any]]:
+    """The parts of a message for ``images``, which are in base64.
+
+    :raises RequestError: the model reads text only, or the images are something else.
+    """
+    if not given:
+        return []
+    if not target.served.sees:
+        raise RequestError(f"images: are not supported by {target.name}; leave them out")
+    if not isinstance(given, list):
+        raise RequestError(f"images: expected a list of images in base64, found {safe_repr(given)}")
+    return [data_url(f"images[{index}]", one) for index, one in enumerate(given)]
 
 
 def translated(body: Body) -> dict[str, Any]:
@@ -146,14 +155,21 @@ def thinking(body: Body, target: Target) -> dict[str, Any]:
     return {"enable_thinking": True, "reasoning_effort": think}
 
 
-def message_of(given: Any) -> Any:
+def message_of(given: Any, target: Target) -> Any:
     """A message with OpenAI's names."""
     if not isinstance(given, Mapping):
         return given
-    refuse_images(given)
+    images = images_of(given.get("images"), target)
     message = {key: value for key, value in given.items() if key != "images" and value is not None}
+    if images:
+        message["content"] = with_text(images, message.get("content"))
     if "tool_name" in message:
         message["name"] = message.pop("tool_name")
     if thoughts := message.pop("thinking", ""):
         message["reasoning_content"] = thoughts
     return message
+
+
+def with_text(images: list[dict[str, Any]], text: object) -> list[dict[str, Any]]:
+    """The content of a message, in which images come first, as in Ollama."""
+    return [*images, {"type": "text", "text": text}] if text else images

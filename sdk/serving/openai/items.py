@@ -18,10 +18,13 @@ _REFUSED = ("conversation", "prompt")
 _IGNORED = ("include", "max_tool_calls", "context_management")
 
 
-def chat_body(body: Body, earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def chat_body(
+    body: Body, earlier: Sequence[Mapping[str, Any]] = (), *, images: bool = False
+) -> dict[str, Any]:
     """The body of a chat completion that asks for the same as one of ``/v1/responses``.
 
     Parameters that both have are left in ``body``. ``earlier``: the messages before the input.
+    ``images``: the model reads them.
 
     :raises RequestError: a parameter is invalid or not supported.
     """
@@ -39,7 +42,7 @@ def chat_body(body: Body, earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str
             f"truncation: expected 'disabled' or 'auto', found {safe_repr(truncation)}"
         )
     body.take_all(_IGNORED)
-    made: dict[str, Any] = {"messages": messages_of(body.take("input"), earlier)}
+    made: dict[str, Any] = {"messages": messages_of(body.take("input"), earlier, images)}
     instructions = body.take_text("instructions")
     if instructions is not None:
         made["messages"].insert(0, {"role": "system", "content": instructions})
@@ -95,7 +98,9 @@ def _tools(given: object) -> list[dict[str, Any]]:
     return made
 
 
-def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+def messages_of(
+    given: object, earlier: Sequence[Mapping[str, Any]] = (), images: bool = False
+) -> list[dict[str, Any]]:
     """The messages of an input, which is a text or a list of items, after ``earlier`` ones.
 
     :raises RequestError: it is neither, or an item is invalid.
@@ -110,7 +115,7 @@ def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> lis
             raise RequestError(f"input[{index}]: expected an object, found {safe_repr(item)}")
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(index, item)})
+            messages.append({"role": item.get("role"), "content": _content(index, item, images)})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -120,7 +125,7 @@ def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> lis
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
-            content = _content(index, {"content": item.get("output")})
+            content = _content(index, {"content": item.get("output")}, images)
             message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
             messages.append(message)
         elif kind != "reasoning":  # a model does not get its earlier reasoning again
@@ -131,19 +136,33 @@ def messages_of(given: object, earlier: Sequence[Mapping[str, Any]] = ()) -> lis
     return messages
 
 
-def _content(index: int, item: Mapping[str, Any]) -> Any:
-    """A text, or text parts as chat completions have them."""
+def _content(index: int, item: Mapping[str, Any], images: bool) -> Any:
+    """A text, or parts as chat completions have them."""
     content = item.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content
     parts = []
     for part in content:
+        if images and isinstance(part, Mapping) and part.get("type") == "input_image":
+            parts.append(_image(index, part))
+            continue
         if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
+            kinds = "text parts and images" if images else "text parts"
             raise RequestError(
-                f"input[{index}]: expected content of text parts, found {safe_repr(part)}"
+                f"input[{index}]: expected content of {kinds}, found {safe_repr(part)}"
             )
         parts.append({"type": "text", "text": part.get("text", part.get("refusal"))})
     return parts
+
+
+def _image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
+    url = part.get("image_url")
+    if not isinstance(url, str) or part.get("file_id") is not None:
+        raise RequestError(
+            f"input[{index}]: expected an input_image with image_url, a data URL, found "
+            f"{safe_repr(dict(part))}"
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 # ---- answers -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ async def responses(exchange: Exchange, services: Services) -> None:
     store = body.take_flag("store", True) and kept.max_bytes > 0
     previous = body.take("previous_response_id")
     earlier = [] if previous is None else kept.conversation(caller, previous)
-    chat = chat_body(body, earlier)
+    chat = chat_body(body, earlier, images=target.served.sees)
     asked = read_chat(Body({**body.rest(), **chat}), target.llm.get_default_sampling_params())
     conversation = asked.messages[1:] if given.get("instructions") else asked.messages
 

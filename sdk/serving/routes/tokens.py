@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 from sdk.api.errors import RequestError
+from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
+from sdk.requests.prompt_images import image_parts
+from sdk.requests.prompt_kinds import ChatOptions
 from sdk.requests.prompts import as_request_error, is_conversation
 from sdk.serving.endpoint import Services
 from sdk.serving.exchange import Exchange
+from sdk.serving.images import with_images
+from sdk.serving.models import Target
 from sdk.serving.openai.requests import Body
 
 _TEMPLATE = ("add_generation_prompt", "continue_final_message", "tools")
@@ -36,10 +45,9 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             how["add_generation_prompt"] = False
         body.take("add_special_tokens")  # the template writes them
         body.end()
+        read = await with_images(messages, target.llm, services.fetch_image)
         with as_request_error("messages"):
-            ids = await target.served.briefly(
-                messages, lambda: tokenizer.apply_chat_template(messages, **how)
-            )
+            ids = await target.served.briefly(read, partial(_rendered, target, read, how))
     strings = tokenizer.convert_ids_to_tokens(ids) if spelled else None
     await exchange.respond_json(
         {
@@ -49,6 +57,18 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             "token_strs": strings,
         }
     )
+
+
+def _rendered(target: Target, messages: Sequence[Any], how: dict[str, Any]) -> Sequence[int]:
+    """The tokens of a conversation, also of one that is too long unless it has images."""
+    if any(True for message in messages for _ in image_parts(message)) and target.served.sees:
+        options = ChatOptions.of("tokenize", how)
+        found: Sequence[int] = target.llm._reader.read_chat(
+            messages, SamplingParams(), options
+        ).token_ids
+    else:
+        found = target.llm.get_tokenizer().apply_chat_template(messages, **how)
+    return found
 
 
 async def detokenize(exchange: Exchange, services: Services) -> None:

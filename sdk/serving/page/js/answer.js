@@ -106,10 +106,11 @@ function sent(messages, system) {
     const last = list[list.length - 1];
     if (one.role === "user" && last?.role === "user") {
       // The answer between them failed. Many chat templates reject two messages of the user in a row.
-      last.content += "\n\n" + one.content;
+      last.content = joined(last.content, content(one));
     } else if (one.role !== "assistant") {
-      const { role, content, tool_call_id } = one;
-      list.push(tool_call_id ? { role, content, tool_call_id } : { role, content });
+      const { role, tool_call_id } = one;
+      const said = content(one);
+      list.push(tool_call_id ? { role, content: said, tool_call_id } : { role, content: said });
     } else if (one.content || one.tool_calls?.length) {
       const message = { role: "assistant", content: one.content };
       if (one.tool_calls?.length) {
@@ -123,4 +124,17 @@ function sent(messages, system) {
     }
   }
   return list;
+}
+
+/** A text, or the images of a message before its text. */
+function content({ content: text, images = [] }) {
+  if (images.length === 0) return text;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function joined(first, second) {
+  if (typeof first === "string" && typeof second === "string") return `${first}\n\n${second}`;
+  const parts = (one) => (typeof one === "string" ? [{ type: "text", text: one }] : one);
+  return [...parts(first), ...parts(second)];
 }

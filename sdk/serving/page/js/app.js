@@ -53,7 +53,8 @@ class Page {
     const all = this.conversations;
     this.chat = new ChatView(
       {
-        send: (text) => all.send(text),
+        send: (text, images) => all.send(text, images),
+        tell: (text) => this.notices.tell(text),
         stop: () => all.stop(),
         clear: () => all.clear(),
         edit: (message, text) => all.edit(message, text),
@@ -122,14 +123,14 @@ class Page {
 
   /** A conversation, or which one is shown, has changed. */
   changed() {
-    const { current, busy, running } = this.conversations;
+    const { current, busy, running, sees } = this.conversations;
     const other = this.shown !== current;
     if (other) {
       this.shown = current;
       this.chat.reset();
       this.settings.show(current.settings);
     }
-    this.chat.show(current, busy);
+    this.chat.show(current, busy, sees);
     this.sidebar.show(this.store.list(), current.id, (id) => running.has(id));
     this.showModels();
     const title = titleOf(current) || words.conversations.untitled;

@@ -1,6 +1,7 @@
 // A conversation: its messages and the box for the next one.
 
 import { el, icon, setText, show } from "./dom.js";
+import { ImagePicker } from "./images.js";
 import { messageView } from "./message_view.js";
 import { words } from "./words.js";
 
@@ -9,7 +10,7 @@ const DRAFT = "embedlm.draft";
 const NEAR = 80; // pixels from the end that still count as the end
 
 export class ChatView {
-  /** `actions`: `send(text)`, `stop()`, `clear()`, `edit`, `regenerate`, `results`. */
+  /** `actions`: `send(text, images)`, `tell(text)`, `stop()`, `clear()`, `edit`, `regenerate`, `results`. */
   constructor(actions, notices) {
     this.actions = actions;
     this.views = new Map();
@@ -23,7 +24,17 @@ export class ChatView {
     );
     this.toEnd = el("button", { type: "button", class: "to-end", hidden: true, onclick: () => this.jump() }, said.toEnd);
     this.form = this.composer();
-    this.node = el("div", { class: "chat" }, this.scroller, el("div", { class: "bottom" }, this.toEnd, notices, this.form));
+    const files = (event) => event.dataTransfer?.types.includes("Files");
+    const dropping = (event) => {
+      if (files(event)) event.preventDefault(); // or the browser leaves the page for the file
+    };
+    const drop = (event) => {
+      if (!files(event)) return;
+      event.preventDefault();
+      this.picker.addFrom(event.dataTransfer);
+      this.input.focus();
+    };
+    this.node = el("div", { class: "chat", ondragover: dropping, ondrop: drop }, this.scroller, el("div", { class: "bottom" }, this.toEnd, notices, this.form));
     this.follows = true;
     new ResizeObserver(() => this.follow()).observe(this.scroller); // notices and panels come and go
   }
@@ -39,6 +50,10 @@ export class ChatView {
       event.preventDefault();
       this.send();
     });
+    this.picker = new ImagePicker((text) => this.actions.tell(text), () => this.input.focus());
+    this.input.addEventListener("paste", (event) => {
+      if (this.picker.addFrom(event.clipboardData)) event.preventDefault();
+    });
     this.input.addEventListener("input", () => this.keepDraft());
     this.input.value = sessionStorage.getItem(DRAFT) ?? "";
     const send = (event) => {
@@ -49,14 +64,18 @@ export class ChatView {
       "form",
       { class: "composer", onsubmit: send },
       el("label", { for: "message", class: "off-screen" }, said.input),
+      this.picker.node,
+      this.picker.spoken,
       this.input,
-      el("div", { class: "actions" }, el("p", { id: "message-hint", class: "hint" }, said.hint), this.clearButton, this.sendButton, this.stopButton),
+      el("div", { class: "actions" }, el("p", { id: "message-hint", class: "hint" }, said.hint), this.picker.file, this.picker.button, this.clearButton, this.sendButton, this.stopButton),
     );
   }
 
   send() {
     const text = this.input.value;
-    if (!text.trim() || this.busy || !this.actions.send(text)) return;
+    const { images } = this.picker;
+    if ((!text.trim() && !images.length) || this.busy || !this.actions.send(text, images)) return;
+    this.picker.take();
     this.input.value = "";
     this.keepDraft();
     this.follows = true;
@@ -77,9 +96,13 @@ export class ChatView {
     this.input.focus();
   }
 
-  /** Shows a conversation; `busy`: whether an answer runs. Views of known messages are kept. */
-  show(conversation, busy) {
+  /**
+   * Shows a conversation; `busy`: whether an answer runs; `sees`: whether the model reads images.
+   * Views of known messages are kept.
+   */
+  show(conversation, busy, sees = false) {
     this.busy = busy;
+    this.picker.allow(sees);
     const { messages } = conversation;
     const last = messages.findLast((one) => one.role === "assistant");
     const isLast = (message) => message === last && message === messages[messages.length - 1];

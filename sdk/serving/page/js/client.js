@@ -42,11 +42,11 @@ export class Client {
     else sessionStorage.removeItem(KEY);
   }
 
-  /** The models and adapters: `[{id, parent}]`; `parent` is the model of an adapter, or null. */
+  /** The models and adapters: `[{id, parent, sees}]`; `parent` is the model of an adapter, or null; `sees`: it reads images. */
   async models() {
     const response = await this.send("v1/models");
     const { data } = await response.json();
-    return data.map((one) => ({ id: one.id, parent: one.parent ?? null }));
+    return data.map((one) => ({ id: one.id, parent: one.parent ?? null, sees: one.input_modalities?.includes("image") ?? false }));
   }
 
   /** The chunks of a streamed chat. Leaving the loop closes the connection. */

@@ -26,6 +26,11 @@ export class Conversations {
     this.page.changed();
   }
 
+  /** Whether the model of the conversation reads images. */
+  get sees() {
+    return this.models.some(({ id, sees }) => sees && id === this.current.model);
+  }
+
   newModel() {
     const known = new Set(this.models.map(({ id }) => id));
     const last = this.store.list().find(({ model }) => known.has(model));
@@ -35,6 +40,7 @@ export class Conversations {
   setModel(model) {
     this.current.model = model;
     this.saveIfKept();
+    this.page.changed();
   }
 
   setSettings(settings) {
@@ -58,14 +64,14 @@ export class Conversations {
   }
 
   /** Asks with one more message of the user. Whether it could. */
-  send(text) {
+  send(text, images = []) {
     if (!this.current.model) {
       this.notices.tell(words.chat.noModel);
       return false;
     }
     if (!this.page.settingsFine()) return false;
     this.notices.clear();
-    this.current.messages.push({ role: "user", content: text });
+    this.current.messages.push(said(text, images));
     this.ask();
     return true;
   }
@@ -77,7 +83,7 @@ export class Conversations {
   }
 
   edit(message, text) {
-    this.replaceFrom(message, [{ role: "user", content: text }], words.chat.edited);
+    this.replaceFrom(message, [said(text, message.images)], words.chat.edited);
   }
 
   regenerate(message) {
@@ -196,4 +202,8 @@ export class Conversations {
     else if (message.tool_calls.length) this.announcer.say(words.announce.calls(message.tool_calls.map(({ name }) => name)));
     else this.announcer.say(words.announce.finished(statsOf(message)));
   }
+}
+
+function said(text, images = []) {
+  return images.length ? { role: "user", content: text, images } : { role: "user", content: text };
 }

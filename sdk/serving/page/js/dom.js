@@ -52,6 +52,7 @@ const ICONS = {
   key: "M15 9a4 4 0 1 1-8 0 4 4 0 0 1 8 0M14 12l6 6M17 15l-2 2M20 18l-2 2",
   plus: "M12 5v14M5 12h14",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
+  image: "M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M9 9h.01",
   send: "M12 19V6M6 11l6-6 6 6",
   stop: "M7 7h10v10H7z",
   close: "M6 6l12 12M18 6L6 18",

@@ -2,6 +2,7 @@
 
 import { copyButton } from "./copy.js";
 import { el, freshId, setText, show } from "./dom.js";
+import { imageNode } from "./images.js";
 import { pretty } from "./json_text.js";
 import { codeNode, MarkdownView } from "./markdown_view.js";
 import { StructuredView } from "./structured_view.js";
@@ -23,7 +24,9 @@ class SaidView {
     this.body = el("div", { class: "said", dir: "auto" }, message.content);
     this.edit = el("button", { type: "button", class: "quiet", onclick: () => this.startEdit() }, words.chat.edit);
     this.bar = el("div", { class: "actions" }, !tool && this.edit, copyButton(() => message.content));
-    this.node = el("article", { class: `message ${message.role}`, "aria-labelledby": id }, this.title, this.body, this.bar);
+    this.images = el("div", { class: "images" }, (message.images ?? []).map(imageNode));
+    this.node = el("article", { class: `message ${message.role}`, "aria-labelledby": id }, this.title, message.images?.length ? this.images : "", this.body, this.bar);
+    show(this.body, message.content !== "");
   }
 
   update({ busy }) {
@@ -35,6 +38,7 @@ class SaidView {
     input.value = this.message.content;
     const done = (form) => {
       form.replaceWith(this.body);
+      show(this.body, this.message.content !== "");
       show(this.bar, true);
       this.edit.focus();
     };

@@ -1,6 +1,7 @@
 // Conversations in the browser's local storage: each under its own name, so that two tabs do not
 // overwrite each other's. Without storage they are kept in memory.
 
+import { cleanImages } from "./images.js";
 import { shorten } from "./text.js";
 
 const PREFIX = "embedlm.conversation.";
@@ -115,7 +116,7 @@ export class Store {
 /** The beginning of the first message. */
 export function titleOf(conversation) {
   const first = conversation.messages.find((one) => one.role === "user");
-  return first ? shorten(first.content, TITLE_LENGTH) : "";
+  return first ? shorten(first.content || first.images?.[0]?.name || "", TITLE_LENGTH) : "";
 }
 
 function storageWorks() {
@@ -131,6 +132,9 @@ function storageWorks() {
 function cleanMessage(one) {
   if (!["user", "assistant", "tool"].includes(one.role)) throw new TypeError("role");
   const message = { ...one, content: String(one.content ?? "") };
+  delete message.images;
+  const images = cleanImages(one.images);
+  if (one.role === "user" && images.length) message.images = images;
   if (one.role !== "assistant") return message;
   message.reasoning = String(one.reasoning ?? "");
   message.tool_calls = (one.tool_calls ?? []).map(({ id, name, arguments: text }) => ({

@@ -80,6 +80,17 @@ export const words = {
     noModel: "There is no model to ask. Wait for the server, or choose a model.",
   },
 
+  images: {
+    label: "Images of the next message",
+    add: "Add images",
+    added: (name) => `Image added: ${name}`,
+    remove: (name) => `Remove the image ${name}`,
+    removed: (name) => `Image removed: ${name}`,
+    pasted: "pasted image",
+    broken: (name) => `${name} is not an image that this browser can read.`,
+    textOnly: "This model reads text only. Choose one that reads images.",
+  },
+
   tool: {
     call: (name) => `Call of ${name}`,
     result: (name) => `Result of ${name}`,

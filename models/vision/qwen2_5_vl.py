@@ -1,0 +1,68 @@
+"""Qwen2.5-VL: most layers see windows; RMSNorms, gated MLPs, rotation by row and column.
+
+transformers' modeling_qwen2_5_vl.py; Bai et al. 2025, arXiv 2502.13923.
+"""
+
+from __future__ import annotations
+
+from sdk.models.architecture import LayerRules
+from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.vision.config import VisionConfig, most_pixels, square, text_axes
+from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.positions import rows_then_columns
+from sdk.models.vision.qwen3_vl import ascending_layers, projector, qwen_tower
+
+#: Where the checkpoint does not say it: 16,384 tokens.
+MOST_PIXELS = 16384 * 28 * 28
+
+
+def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
+    tower = qwen_tower(vision, "silu")
+    hidden = text.count("hidden_size", MAX_WIDTH)
+    if (out := vision.count("out_hidden_size", MAX_WIDTH)) != hidden:
+        vision.fail("out_hidden_size", f"the text model's hidden_size, {hidden}", out)
+    patch, merge = square(vision, "patch_size"), vision.count("spatial_merge_size", 64, default=2)
+    most = most_pixels(whole, MOST_PIXELS) // patch**2
+    window = vision.count("window_size", 1 << 16, default=112) // (patch * merge)
+    if not window:
+        vision.fail("window_size", f"at least {patch * merge} pixels", vision.values["window_size"])
+    return VisionConfig(
+        "qwen2_5_vl",
+        tower,
+        patch,
+        hidden,
+        token_id=whole.count("image_token_id", 1 << 24, default=151655),
+        max_patches=most,
+        max_tokens=most // merge**2,
+        merge=merge,
+        frames=vision.count("temporal_patch_size", 64, default=2),
+        axes=text_axes(text, (16, 24, 24), interleaved=False),
+        window=window * merge,
+        full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
+    )
+
+
+FAMILY = Family(
+    ("qwen2_5_vl",),
+    LayerRules(),
+    VisionNames(
+        {"visual.": ""},
+        "blocks",
+        {
+            "patches": "patch_embed.proj",
+            "projector.norm": "merger.ln_q",
+            "projector.linear_fc1": "merger.mlp.0",
+            "projector.linear_fc2": "merger.mlp.2",
+        },
+        {
+            "input_layernorm": "norm1",
+            "post_attention_layernorm": "norm2",
+            "self_attn.qkv_proj": "attn.qkv",
+            "self_attn.o_proj": "attn.proj",
+            "mlp": "mlp",
+        },
+    ),
+    read,
+    projector,
+    frequencies=rows_then_columns,
+)
