@@ -95,6 +95,7 @@ class ModelConfig:
     ``vision``: its encoder of images, if it has one that is supported.
     ``mlp_limits``, ``expert_limits``: the clamp of both factors of an MLP (the shared experts',
     too) and of an expert in each layer, ``None``: none; empty: of all layers.
+    ``activation_slope``: of an MLP without a gate: it computes ``act(slope * x) / slope``.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -152,6 +153,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     mlp_limits: tuple[float | None, ...] = ()
     expert_limits: tuple[float | None, ...] = ()
+    activation_slope: float = 1.0
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""

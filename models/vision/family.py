@@ -114,6 +114,9 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3",
         "idefics3": "idefics3",
+        "internvl": "internvl",
+        "lfm2_vl": "lfm2_vl",
+        "llava": "llava",
         "mistral3": "pixtral",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
