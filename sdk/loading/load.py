@@ -104,6 +104,8 @@ class ModelFacts:
     embedding_head: EmbeddingHead | str | None = None
     #: Keys of the config or of the metadata without an effect, because nothing reads them.
     unread_keys: tuple[str, ...] = ()
+    #: Whether the ranks run the model's encoder of images.
+    runs_images: bool = False
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""

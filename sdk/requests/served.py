@@ -13,12 +13,14 @@ from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.models.architecture import WITHOUT_HEAD
+from sdk.models.vision.family import VISION, WHOLE
 from sdk.requests.adapters import Adapters
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.job_driver import JobDriver
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.pooling import PoolingRequests
 from sdk.requests.progress import Advice
+from sdk.requests.prompt_images import ImageReader
 from sdk.requests.prompts import Prompt, PromptReader
 
 if TYPE_CHECKING:  # loaded with a model
@@ -86,6 +88,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         max_model_len=max_model_len,
         chat_template=config.chat_template,
         hidden_size=model.hidden_size if config.enable_prompt_embeds else None,
+        images=image_reader_of(facts) if facts.runs_images else None,
     )
     jobs = JobMaker(
         reader,
@@ -108,6 +111,21 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         BeamSearches(jobs, reader, facts.eos_token_ids, max_model_len, config.on_progress),
         facts.defaults,
     )
+
+
+def image_reader_of(facts: ModelFacts) -> ImageReader | None:
+    """What reads images for a model; None: it has no encoder of them, or prompts may have none.
+
+    :raises UnsupportedError: the files ask for another way of preprocessing.
+    """
+    vision = facts.model_config.vision
+    if vision is None or not facts.config.most_images:
+        return None
+    from sdk.images.processors import image_processor  # with a model that reads images
+
+    whole = {**facts.values.get(WHOLE, facts.values), VISION: facts.values[VISION]}
+    processor = image_processor(whole, facts.headers.processor)
+    return ImageReader.of(facts.config, processor, vision.token_id)
 
 
 class Served(Protocol):
