@@ -188,10 +188,10 @@ def reference_ids(
     )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pixels = getattr(transformers, f"{family.kind}Pil")(**family.size)
-    if family is GEMMA:
+    if family.model_type == "gemma3":
         count = family.config["mm_tokens_per_image"]
         made = transformers.Gemma3Processor(pixels, tokenizer, image_seq_length=count)
-    elif family is LLAVA:
+    elif family.model_type == "llava":
         made = transformers.LlavaProcessor(
             pixels,
             tokenizer,
@@ -229,3 +229,10 @@ def paligemma_ids(text: str, image: NDArray[np.uint8]) -> list[int]:
     made = transformers.PaliGemmaProcessor(pixels, tokenizer)
     [ids] = made(text=[text], images=[image])["input_ids"]
     return list(ids)
+
+
+def token_of(family: Family, folder: Path, spelling: str | None = None) -> int:
+    """The id of a token of a folder: by default of the one that stands for images."""
+    found = tokenizer_from_folder(folder).token_to_id(spelling or family.image_token)
+    assert found is not None
+    return found
