@@ -2,9 +2,9 @@
 
     python tests/engine/hit_rates.py MODEL.gguf [--peer-python PYTHON]
 
-Each row is one pattern of requests, one after another, with a text of its own. Counted are tokens of
-prompts that ran through the model although they had run behind the same beginning before. The last
-token of an answer has not. llama-cpp-python keeps what its high-level interface does: the
+Each row is one pattern of requests, one after another, with a text of its own. Counted are tokens
+of prompts that ran through the model although they had run behind the same beginning before. The
+last token of an answer has not. llama-cpp-python keeps what its high-level interface does: the
 sequence that it computed last, and a ``LlamaRAMCache`` of whole sequences (``--peer-python``: an
 interpreter that has it). Times are not measured.
 """

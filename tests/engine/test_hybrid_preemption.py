@@ -34,11 +34,11 @@ def path(
 
 
 def few_bytes(path: Path) -> int:
-    """A KV cache for half of what four requests need."""
+    """A KV cache with half of the pages that four requests need."""
     plan = LLM.plan(path, **OPTIONS)
     slot = 0 if plan.states is None else plan.states.slot_bytes
-    frames = sum(group.frame_bytes for group in plan.windows)
-    return 24 * (plan.page_bytes + frames) + 6 * slot
+    frames = sum(group.frame_bytes * 4 * (group.window // PAGE + 2) for group in plan.windows)
+    return 22 * plan.page_bytes + frames + 6 * slot
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -143,6 +143,8 @@ def test_a_prefix_cache_never_makes_more_work(path: Path, memory: str) -> None:
         with_cache, without, strict=True
     ):
         assert answers == expected
-        assert tokens <= most_tokens and pages <= most_pages
+        assert tokens <= most_tokens
+        if memory == "enough":  # else more requests may run at once, because they share pages
+            assert pages <= most_pages
     assert with_cache[2][1] < without[2][1], "turns of a conversation gained nothing"
     assert preempted <= most
