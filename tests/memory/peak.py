@@ -190,9 +190,12 @@ def main(argv: list[str]) -> None:
         _table(Path(argv[1]))
     else:
         options = dict(word.split("=", 1) for word in argv[1:])
-        print(
-            measured(Path(argv[0]), {k: int(v) if v.isdigit() else v for k, v in options.items()})
-        )
+        print(measured(Path(argv[0]), {name: _value(text) for name, text in options.items()}))
+
+
+def _value(text: str) -> Any:
+    """A number, True or False; else the text."""
+    return int(text) if text.isdigit() else {"True": True, "False": False}.get(text, text)
 
 
 if __name__ == "__main__":
