@@ -444,7 +444,7 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
-        #: The axis of positions by which each rotary frequency turns, int32; ``None``: there is one.
+        #: The axis by whose positions each rotary frequency turns, int32; ``None``: there is one.
         self.axes: Tensor | None = None
         if c.vision is not None and c.vision.axes is not None:
             self.axes = torch.tensor(c.vision.axes, dtype=torch.int32, device=self.ops.device)
