@@ -29,8 +29,7 @@ def pack_experts(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint) -> No
         files.on_bytes = checkpoint.on_bytes
         ops = own.open_ops(mesh)
         try:
-            store = weight_store(own, mesh, files, ops)
-            store.drops_experts = True
+            store = weight_store(own, mesh, files, ops, drops_experts=True)
             if not store.reason:
                 model = build_model(
                     files,

@@ -59,7 +59,7 @@ class WeightStore(Mapping[str, Matrix]):
         self._ops, self._report = ops, report
         #: Experts that are not all in memory.
         self.experts: ExpertCache | None = None
-        #: Nobody multiplies with experts that were written.
+        #: Nobody multiplies with experts that were written, but waits for the file.
         self.drops_experts = False
         self._writer: WeightWriter | None = None
         self._map: WeightMap | None = None
@@ -256,7 +256,14 @@ class WeightStore(Mapping[str, Matrix]):
         return f"not used: {self.reason or 'the engine is closed'}"
 
 
-def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: Ops) -> WeightStore:
+def weight_store(
+    config: RunnerConfig,
+    mesh: Mesh,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    *,
+    drops_experts: bool = False,
+) -> WeightStore:
     """What the cache has for a rank, or a store that fills it, or says why there is none.
 
     An error never fails the load: the weights are packed then. Only where experts must be read
@@ -266,6 +273,7 @@ def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: 
     :raises OutOfMemoryError: the experts cannot be in the cache.
     """
     store = WeightStore(ops, checkpoint.on_bytes)
+    store.drops_experts = drops_experts
     backends: Sequence[Any] = ops.context.backends
     backend = next((one for one in backends if isinstance(one, CpuBackend)), None)
     values = {**checkpoint.config, **config.hf_overrides}
@@ -336,7 +344,8 @@ def _find(
         if mesh.size > 1 or mesh.stages > 1:
             about["rank"] = f"{mesh.number + 1} of {mesh.size * mesh.stages}"
         text = json.dumps(about).encode()
-        store.write_with(WeightWriter(folder, key, text, config.weight_cache, runtime.library))
+        most, waits = config.weight_cache, store.drops_experts
+        store.write_with(WeightWriter(folder, key, text, most, runtime.library, waits=waits))
     except (OSError, RuntimeError, NotKept) as error:
         store.reason = str(error)
         logger.debug("the cache of weights is not used: %s", error)
