@@ -11,11 +11,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sdk.api.errors import OutOfMemoryError
 from sdk.api.sizes import format_bytes
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.weight_cache.folder import WEIGHTS, opened, weights_folder
@@ -37,9 +36,6 @@ from sdk.models.parts import Matrix, Tensors
 from sdk.quant import weight_record
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.expert_weights import ExpertWeights
-
-if TYPE_CHECKING:
-    from sdk.engine.rank.runner import ModelRunner
 
 #: What a file that others wrote may make of its reader, besides our own errors.
 _UNREADABLE = (
@@ -266,11 +262,10 @@ def weight_store(
 ) -> WeightStore:
     """What the cache has for a rank, or a store that fills it, or says why there is none.
 
-    An error never fails the load: the weights are packed then. Only where experts must be read
-    from the cache, because they are larger than memory, it does.
+    An error never fails the load: the weights are packed then. ``drops_experts``: only the file is
+    wanted. If experts do not all stay in memory, a store does not fill the cache.
 
     :raises CheckpointError: the model's files cannot be read.
-    :raises OutOfMemoryError: the experts cannot be in the cache.
     """
     store = WeightStore(ops, checkpoint.on_bytes)
     store.drops_experts = drops_experts
@@ -287,11 +282,6 @@ def weight_store(
         store.reason = "the model has no file"
     else:
         _find(store, config, mesh, checkpoint, backend)
-    if config.expert_bytes and store.reason:
-        raise OutOfMemoryError(
-            "memory: expected room for all weights, or experts in the cache of weights "
-            f"(weight_cache), which is not used: {store.reason}"
-        )
     return store
 
 
@@ -334,11 +324,7 @@ def _find(
         if _read(store, config, path, checkpoint, backend):
             return
         if config.expert_bytes:
-            from sdk.engine.weight_cache.packing import pack_experts
-
-            pack_experts(config, mesh, checkpoint)
-            if not _read(store, config, path, checkpoint, backend):
-                store.reason = f"{path} was removed while it was opened"
+            store.reason = "the file of the cache was removed"
             return
         about = {"model": checkpoint.path.name, "level": runtime.level}
         if mesh.size > 1 or mesh.stages > 1:
@@ -381,19 +367,3 @@ def _read(
     checkpoint.on_bytes = None  # the store reports
     store.attach(backend)
     return True
-
-
-def expert_numbers(runner: Callable[[], ModelRunner]) -> dict[str, float]:
-    """What the experts that are not all in memory have cost, for ``get_metrics()``."""
-    store = runner().weights.weight_store
-    if store is None or store.experts is None:
-        return {}
-    use = store.experts.use()
-    return {
-        "expert_hits": use.hits,
-        "expert_guesses": use.guessed,
-        "expert_misses": use.missed,
-        "expert_reads": use.reads,
-        "expert_read_bytes": use.read_bytes,
-        "expert_wait_seconds": use.waited_seconds,
-    }
