@@ -124,7 +124,8 @@ class CpuBackend:
     @property
     def experts(self) -> ExpertCache | None:
         """Experts of which only some are in memory."""
-        return self._memory.experts
+        found: ExpertCache | None = self._memory.experts
+        return found
 
     @experts.setter
     def experts(self, cache: ExpertCache | None) -> None:

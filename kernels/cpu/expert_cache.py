@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -17,10 +17,9 @@ from sdk.kernels.cpu.library import ExpertCounts, WeightCheck, WeightView
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.errors import KernelError
+from sdk.kernels.expert_slots import slot_bytes, slots_within
 from sdk.kernels.lazy_torch import Tensor
 
-#: What reads of a disk begin and end at: kBlock of native/expert_cache.cpp.
-BLOCK = 4096
 #: Threads that read: with four, a disk has its next request before it is done with one.
 READERS = 4
 
@@ -50,33 +49,6 @@ class ExpertGroup(NamedTuple):
     cache: ExpertCache
     number: int
     views: tuple[WeightView, ...]
-
-
-def slot_bytes(nbytes: int) -> int:
-    """Of a matrix, which may begin inside a block of the disk."""
-    return -(-nbytes // BLOCK) * BLOCK + BLOCK
-
-
-def slots_within(budget: int, matrices: Mapping[int, int], least: int) -> dict[int, int]:
-    """How many slots of each size fit ``budget`` bytes. ``matrices``: how many there are, by the
-    bytes of a slot. Each size gets the same share of its matrices, and ``least`` at least.
-
-    :raises KernelError: ``least`` of each do not fit.
-    """
-    slots: dict[int, int] = {}
-    for _ in matrices:  # a size with its least leaves less for the others
-        left = budget - sum(size * count for size, count in slots.items())
-        others = {size: count for size, count in matrices.items() if size not in slots}
-        share = min(left / max(sum(size * count for size, count in others.items()), 1), 1.0)
-        few = {size: min(least, count) for size, count in others.items() if share * count < least}
-        if not few or share >= 1.0:
-            slots |= {size: int(share * count) for size, count in others.items()}
-            break
-        slots |= few
-    needed = sum(size * count for size, count in slots.items())
-    if needed > budget:
-        raise KernelError(f"experts: expected at least {needed} bytes for them, found {budget}")
-    return slots
 
 
 class ExpertCache:

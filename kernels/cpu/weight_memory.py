@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,6 @@ from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import OnDisk
-
-if TYPE_CHECKING:
-    from sdk.kernels.cpu.expert_cache import ExpertCache
 
 _Bytes = NDArray[np.uint8]
 _Place = tuple[mmap.mmap, int]
@@ -50,8 +47,9 @@ class WeightMemory:
         #: Where weights were that are gone, by their bytes. ``None``: closed.
         self._free: dict[int, list[_Place]] | None = defaultdict(list)
         self._room = 0 if offload is None else offload.stays
-        #: Experts of a model that is larger than memory.
-        self.experts: ExpertCache | None = None
+        #: Experts of a model that is larger than memory: an ``ExpertCache``, whose module imports
+        #: this one.
+        self.experts: Any = None
         #: For weights beyond the bytes that may stay in memory.
         self.file = None if offload is None else WeightFile(offload)
 

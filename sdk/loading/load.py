@@ -274,7 +274,7 @@ def start(
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         if facts.runner_config.expert_bytes:
-            from sdk.engine.weight_cache.store import expert_numbers
+            from sdk.loading.expert_numbers import expert_numbers
 
             engine.expert_numbers = partial(expert_numbers, lambda: executor.runner)
         others = other_stages(executor, config)

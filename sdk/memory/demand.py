@@ -13,7 +13,6 @@ from sdk.memory.expert_memory import (
     ExpertShare,
     least_bytes,
     why_all_stay,
-    without_most_experts,
 )
 from sdk.memory.mixers import mixer_width
 from sdk.quant.caches import pages_in_window
@@ -34,6 +33,8 @@ TOKENIZER_BYTES = 8 * 2**20
 #: What llguidance takes per vocabulary entry. While it reads the vocabulary: 25 MiB for 49,152
 #: entries, 151 MiB for 262,144. 330 to 400 bytes stay; compiled structures take the rest.
 STRUCTURE_WORD_BYTES = 620
+#: See sdk/memory/weights.py.
+_READ_BYTES = 8 * 2**20
 _DRAFT_BYTES, _DRAFT_REQUESTS = 16 * 2**20, 8
 #: Replicas that hand prompts over: this many at a time, and for each of them what is read between
 #: two steps at most.
@@ -349,8 +350,23 @@ def with_experts(
     share = ExpertShare(
         experts.total, resident, least, experts.read, sum(experts.matrices.values()) // 2
     )
-    weights = without_most_experts(demand.weights, share, experts)
+    weights = _without_most_experts(demand.weights, share, experts)
     return replace(demand, weights=weights, experts=share)
+
+
+def _without_most_experts(
+    weights: WeightBytes, share: ExpertShare, experts: ExpertBytes
+) -> WeightBytes:
+    """The weights in memory. The first load packs experts layer by layer: some are being packed
+    while the ones before are being written, in memory that those of other sizes do not use again.
+    """
+    others = weights.total - share.total
+    reading = _READ_BYTES + 2 * weights.packing  # what a load has of the file, unpacked
+    return replace(
+        weights,
+        total=others + share.resident,
+        loading=max(weights.early, others + reading + experts.stacks + ENGINE_BYTES),
+    )
 
 
 def _excess_bytes(demand: MemoryDemand, limits: MemoryLimits) -> int:

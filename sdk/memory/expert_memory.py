@@ -6,23 +6,19 @@ The others are read from the cache of weights (``weight_cache=``) when a token i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sdk.api.config import EngineConfig
 from sdk.api.memory_pool import MemoryPool
-from sdk.kernels.cpu.expert_cache import slot_bytes
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.expert_slots import slot_bytes
 
 if TYPE_CHECKING:
-    from sdk.memory.demand import WeightBytes
     from sdk.models.config import ModelConfig
 
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.
 _AHEAD = 2
-#: See sdk/memory/weights.py; the engine without its vocabulary.
-_READ_BYTES, _ENGINE_BYTES = 8 * 2**20, 9 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +77,3 @@ def least_bytes(experts: ExpertBytes, per_token: int, threads: int) -> tuple[int
     least = max(per_token, threads + 1) + _AHEAD
     slots = (slot_bytes(size) * min(least, count) for size, count in experts.matrices.items())
     return least, sum(slots)
-
-
-def without_most_experts(
-    weights: WeightBytes, share: ExpertShare, experts: ExpertBytes
-) -> WeightBytes:
-    """The weights in memory. The first load packs experts layer by layer: some are being packed
-    while the ones before are being written, in memory that those of other sizes do not use again.
-    """
-    others = weights.total - share.total
-    reading = _READ_BYTES + 2 * weights.packing  # what a load has of the file, unpacked
-    return replace(
-        weights,
-        total=others + share.resident,
-        loading=max(weights.early, others + reading + experts.stacks + _ENGINE_BYTES),
-    )

@@ -24,8 +24,9 @@ from sdk.bench.random_blocks import write_shape
 from sdk.bench.real_shapes import Experts, Tensor
 from sdk.cli import main
 from sdk.engine.weight_cache.store import WeightStore
-from sdk.kernels.cpu.expert_cache import ExpertCache, slot_bytes, slots_within
+from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.errors import KernelError
+from sdk.kernels.expert_slots import slot_bytes, slots_within
 from sdk.memory.disk_speed import disk_bandwidth
 
 #: 4 layers of 32 experts, 16 MB in all; half of the matrices back have more bits than the others.
@@ -256,7 +257,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(model: Path, weights: Path) ->
     """Elsewhere the weights would be packed without it."""
     weights.parent.parent.mkdir(parents=True)
     weights.parent.write_text("not a folder")
-    with pytest.raises(OutOfMemoryError, match=r"\(weight_cache\), which is not used: .*Not a dir"):
+    with pytest.raises(OutOfMemoryError, match=r"\(weight_cache\), which has none: .*Not a dir"):
         LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS)
 
 

@@ -28,6 +28,10 @@ constexpr double kRescale = 1e100;
 constexpr double kRarest = 1e-4;  // share of tokens
 // Guesses may take this part of the slots.
 constexpr int64_t kGuessedShare = 4;
+// Readers that may read guesses at a time: what is needed then waits for half a disk at most.
+constexpr int kGuessing = 2;
+// How much the last guess says about the next.
+constexpr double kLearned = 0.05;
 
 int64_t now_ns() {
     timespec at;
@@ -79,6 +83,7 @@ void ExpertCache::after_fork() {
     new (&done_) std::condition_variable;
     new std::vector<std::thread>(std::move(readers_));  // never joined
     readers_.clear();
+    guessing_ = 0;
     urgent_.clear();
     needed_.clear();
     guessed_.clear();
@@ -139,10 +144,16 @@ void ExpertCache::set_expected(Unit* unit, Reason expected) {
 
 // What was expected of a group and is not being read is not needed any more, unless it is asked for.
 void ExpertCache::forget_guesses(Group* group) {
+    int right = 0, guessed = 0;
     for (Unit& unit : group->units) {
+        if (unit.expected == kByGuess) {
+            ++guessed;
+            right += unit.left > 0;
+        }
         if (!unit.left && !unit.waiters && unit.state == kQueued) unit.state = kAbsent;
         set_expected(&unit, kNot);
     }
+    if (guessed) right_ += kLearned * ((double)right / guessed - right_);
 }
 
 void ExpertCache::ask(Unit* unit, std::deque<Unit*>* queue) {
@@ -210,8 +221,10 @@ void ExpertCache::fetch(const FetchArgs& args) {
 void ExpertCache::expect(const FetchArgs& args) {
     after_fork();
     Group* group = &groups_[(size_t)args.group];
+    // Best first: of each token only as many as are usually right.
+    const int64_t most = (int64_t)ceil(args.k * right_);
     std::vector<int32_t> rows(group->units.size(), 0);
-    for (int64_t i = 0; i < args.rows; ++i) ++rows[(size_t)args.chosen[i]];
+    for (int64_t i = 0; i < args.rows; ++i) rows[(size_t)args.chosen[i]] += i % args.k < most;
     std::vector<int32_t> found;
     for (size_t e = 0; e < rows.size(); ++e)
         if (rows[e]) found.push_back((int32_t)e);
@@ -347,8 +360,12 @@ ExpertCache::Unit* ExpertCache::next(std::deque<Unit*>* queue, int* slot) {
 bool ExpertCache::read_next(Lock& lock) {
     int slot = -1;
     Unit* unit = nullptr;
-    for (std::deque<Unit*>* queue : {&urgent_, &needed_, &guessed_})
-        if (!unit) unit = next(queue, &slot);
+    bool guess = false;
+    for (std::deque<Unit*>* queue : {&urgent_, &needed_, &guessed_}) {
+        if (unit || (queue == &guessed_ && guessing_ >= kGuessing)) continue;
+        unit = next(queue, &slot);
+        guess = unit && queue == &guessed_;
+    }
     if (!unit) {
         starved_ = !urgent_.empty() || !needed_.empty() || !guessed_.empty();
         return false;
@@ -363,10 +380,12 @@ bool ExpertCache::read_next(Lock& lock) {
     unit->state = kReading;
     unit->slot = slot;
     uint8_t* const to = kind.memory + kind.bytes * slot;
+    guessing_ += guess;
     lock.unlock();
     const int64_t begin = now_ns();
     const Status found = read(*unit, to);
     lock.lock();
+    guessing_ -= guess;
     counts_.reading_ns += now_ns() - begin;
     ++counts_.reads;
     counts_.bytes += unit->stored->check->bytes;

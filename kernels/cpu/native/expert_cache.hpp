@@ -113,6 +113,8 @@ private:
     std::mutex mutex_;
     std::condition_variable work_, done_;
     std::vector<std::thread> readers_;
+    int guessing_ = 0;      // readers
+    double right_ = 0.75;   // share of guesses
     bool stop_ = false;
     bool asked_ = false;    // since readers were woken
     bool starved_ = false;  // readers wait for a slot

@@ -61,7 +61,11 @@ class RankModel:
             ops = config.open_ops(mesh)
             undo.callback(ops.close)
             store = None
-            if config.weight_cache:
+            if config.expert_bytes:
+                from sdk.engine.weight_cache.packing import packed_store
+
+                store = packed_store(config, mesh, checkpoint, ops)
+            elif config.weight_cache:
                 from sdk.engine.weight_cache.store import weight_store
 
                 store = weight_store(config, mesh, checkpoint, ops)

@@ -11,11 +11,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sdk.api.errors import OutOfMemoryError
 from sdk.api.sizes import format_bytes
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.weight_cache.folder import WEIGHTS, opened, weights_folder
@@ -38,9 +37,6 @@ from sdk.quant import weight_record
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.expert_weights import ExpertWeights
 
-if TYPE_CHECKING:
-    from sdk.engine.rank.runner import ModelRunner
-
 #: What a file that others wrote may make of its reader, besides our own errors.
 _UNREADABLE = (
     *(DamagedError, KernelError, ValueError, TypeError, KeyError, IndexError),
@@ -59,7 +55,7 @@ class WeightStore(Mapping[str, Matrix]):
         self._ops, self._report = ops, report
         #: Experts that are not all in memory.
         self.experts: ExpertCache | None = None
-        #: Nobody multiplies with experts that were written.
+        #: Nobody multiplies with experts that were written, but waits for the file.
         self.drops_experts = False
         self._writer: WeightWriter | None = None
         self._map: WeightMap | None = None
@@ -256,16 +252,23 @@ class WeightStore(Mapping[str, Matrix]):
         return f"not used: {self.reason or 'the engine is closed'}"
 
 
-def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: Ops) -> WeightStore:
+def weight_store(
+    config: RunnerConfig,
+    mesh: Mesh,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    *,
+    drops_experts: bool = False,
+) -> WeightStore:
     """What the cache has for a rank, or a store that fills it, or says why there is none.
 
-    An error never fails the load: the weights are packed then. Only where experts must be read
-    from the cache, because they are larger than memory, it does.
+    An error never fails the load: the weights are packed then. ``drops_experts``: only the file is
+    wanted. If experts do not all stay in memory, a store does not fill the cache.
 
     :raises CheckpointError: the model's files cannot be read.
-    :raises OutOfMemoryError: the experts cannot be in the cache.
     """
     store = WeightStore(ops, checkpoint.on_bytes)
+    store.drops_experts = drops_experts
     backends: Sequence[Any] = ops.context.backends
     backend = next((one for one in backends if isinstance(one, CpuBackend)), None)
     values = {**checkpoint.config, **config.hf_overrides}
@@ -279,11 +282,6 @@ def weight_store(config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint, ops: 
         store.reason = "the model has no file"
     else:
         _find(store, config, mesh, checkpoint, backend)
-    if config.expert_bytes and store.reason:
-        raise OutOfMemoryError(
-            "memory: expected room for all weights, or experts in the cache of weights "
-            f"(weight_cache), which is not used: {store.reason}"
-        )
     return store
 
 
@@ -326,17 +324,14 @@ def _find(
         if _read(store, config, path, checkpoint, backend):
             return
         if config.expert_bytes:
-            from sdk.engine.weight_cache.packing import pack_experts
-
-            pack_experts(config, mesh, checkpoint)
-            if not _read(store, config, path, checkpoint, backend):
-                store.reason = f"{path} was removed while it was opened"
+            store.reason = "the file of the cache was removed"
             return
         about = {"model": checkpoint.path.name, "level": runtime.level}
         if mesh.size > 1 or mesh.stages > 1:
             about["rank"] = f"{mesh.number + 1} of {mesh.size * mesh.stages}"
         text = json.dumps(about).encode()
-        store.write_with(WeightWriter(folder, key, text, config.weight_cache, runtime.library))
+        most, waits = config.weight_cache, store.drops_experts
+        store.write_with(WeightWriter(folder, key, text, most, runtime.library, waits=waits))
     except (OSError, RuntimeError, NotKept) as error:
         store.reason = str(error)
         logger.debug("the cache of weights is not used: %s", error)
@@ -372,19 +367,3 @@ def _read(
     checkpoint.on_bytes = None  # the store reports
     store.attach(backend)
     return True
-
-
-def expert_numbers(runner: Callable[[], ModelRunner]) -> dict[str, float]:
-    """What the experts that are not all in memory have cost, for ``get_metrics()``."""
-    store = runner().weights.weight_store
-    if store is None or store.experts is None:
-        return {}
-    use = store.experts.use()
-    return {
-        "expert_hits": use.hits,
-        "expert_guesses": use.guessed,
-        "expert_misses": use.missed,
-        "expert_reads": use.reads,
-        "expert_read_bytes": use.read_bytes,
-        "expert_wait_seconds": use.waited_seconds,
-    }

@@ -41,14 +41,23 @@ class NotKept(Exception):
 
 
 class WeightWriter:
-    """Writes one file ``NAME.weights``.
+    """Writes one file ``NAME.weights``. ``waits``: somebody waits for it, so it does not get out of
+    the way of everything else.
 
     :raises NotKept: another process writes it now, or the folder cannot be written.
     """
 
     def __init__(
-        self, folder: Path, name: str, about: bytes, most: int, library: ctypes.CDLL
+        self,
+        folder: Path,
+        name: str,
+        about: bytes,
+        most: int,
+        library: ctypes.CDLL,
+        *,
+        waits: bool = False,
     ) -> None:
+        self._waits = waits
         self._folder, self._name, self._most, self._library = folder, name, most, library
         self._process = os.getpid()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -103,8 +112,10 @@ class WeightWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone
+        if not self._waits:
+            with contextlib.suppress(OSError):
+                # of this thread alone
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         part = self._folder / f"{self._name}{PART}"
         try:
             self._write(self._about.ljust(PREAMBLE, b"\0"))
