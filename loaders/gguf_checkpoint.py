@@ -150,6 +150,17 @@ class GgufCheckpoint:
         two = 2 * _PIECE  # the one that is packed and the next one
         return [replace(e, read=two) if _is_large(tensors[e.name]) else e for e in entries]
 
+    def stored_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in the file; ``None`` if it has none of its own."""
+        stored = self._stored(name)[1]
+        return None if stored is None or self._expert(name, stored) is not None else stored.shape
+
+    def rope_factors(self) -> dict[str, NDArray[np.float32]]:
+        """The divisors of rotary frequencies as the file has them, by the names of its tensors."""
+        file = self._opened()
+        names = sorted(_IN_CONFIG & file.tensors.keys())  # float32, as was checked
+        return {name: file.data(name).reshape(-1).view("<f4").copy() for name in names}
+
     def unused(self) -> list[str]:
         return [
             name

@@ -73,7 +73,15 @@ def delta_rows(config: Mapping[str, Any], stem: str) -> Tensor | None:
 
 def our_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     """The inverse of :func:`stored_rows`: for each row of the file the row of ours."""
-    rows = stored_rows(config, name)
+    return _inverse(stored_rows(config, name))
+
+
+def our_delta_rows(config: Mapping[str, Any], stem: str) -> Tensor | None:
+    """The inverse of :func:`delta_rows`."""
+    return _inverse(delta_rows(config, stem))
+
+
+def _inverse(rows: Tensor | None) -> Tensor | None:
     if rows is None:
         return None
     inverse = torch.zeros_like(rows)

@@ -21,6 +21,7 @@ _ENDS = (*EMBEDDINGS, "lm_head", "output")
 #: Tensors of a model's numbered blocks, whatever the blocks are called.
 _IN_BLOCK = re.compile(r"\.\d+\.")
 #: Routers of experts: few rows, but everything after them depends on them.
+_OF_HEADS = re.compile(r"\.linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)(\.|$)|\.ssm_(alpha|beta|ba)\.")
 _ROUTER = re.compile(
     r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate|gate\.wg|router\.(gate|layer))"
     r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."
@@ -61,6 +62,12 @@ def is_embedding_or_head(name: str) -> bool:
 def is_router(name: str) -> bool:
     """Whether a matrix is a router of experts. Routers stay in float, as in all published files."""
     return _ROUTER.search(name) is not None
+
+
+def stays_plain(name: str) -> bool:
+    """Whether a matrix of a layer stays in float in files that are written: a router, or what makes
+    the strengths and decays of a delta net, one number for each head, as in published files."""
+    return is_router(name) or _OF_HEADS.search(name) is not None
 
 
 def online_quantized(checkpoint: Checkpoint, name: str | None) -> Checkpoint:

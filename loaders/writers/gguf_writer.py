@@ -19,10 +19,12 @@ from torch import Tensor
 from sdk.kernels.layouts import Blocks, Dense, Layout
 from sdk.loaders.gguf_checkpoint import GgufCheckpoint
 from sdk.loaders.gguf_names import LAYER_OF, expert_of, gguf_name
+from sdk.loaders.qkv_rows import our_delta_rows
 from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
 from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors
 from sdk.loaders.writers.gguf_vocabulary import vocabulary_metadata
 from sdk.loaders.writers.parts import PartTensor, read_parts, write_part
+from sdk.models.architecture import Architecture, GgufRules
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.methods.gguf_mixtures import FILE_TYPES, tensor_type
@@ -44,15 +46,17 @@ class GgufWriter:
     """
 
     def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
-        self._scheme = scheme
+        self._scheme, self._source = scheme, source
         self._config = source.config
         if isinstance(source, GgufCheckpoint):  # whose metadata are kept
             self._architecture, self._rules = source.architecture, source.rules
         else:
             self._architecture, self._rules = architecture_of(source.config, str(source.path))
-        self._metadata = _metadata(source)
+        self._metadata = _metadata(source, self._architecture, self._rules)
         self._metadata["general.file_type"] = FILE_TYPES[scheme.mixture].number
         self._rope = rope_factors(source.config)
+        if isinstance(source, GgufCheckpoint):
+            self._rope = source.rope_factors()
         self._path = source.path
 
     def kind(self, name: str, columns: int) -> str:
@@ -84,8 +88,11 @@ class GgufWriter:
             return {}, ""
         if name.endswith("norm.weight"):
             tensor = tensor + self._architecture.tensors.norm_offset(name.removesuffix(".weight"))
+        shape = tuple(tensor.shape)
+        if isinstance(self._source, GgufCheckpoint):  # a mixer's tensors, as the file has them
+            shape = self._source.stored_shape(name) or shape
         rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
-        return self._encoded(name, rows, "f32", tuple(tensor.shape))
+        return self._encoded(name, rows, "f32", shape)
 
     def whole(
         self, name: str, weight: Weight, gram: Tensor | None = None
@@ -140,6 +147,8 @@ class GgufWriter:
     ) -> tuple[dict[str, Tensor], str]:
         """``rows`` uint8 ``[N, bytes of a row]``, in llama.cpp's order."""
         stem = name.removesuffix(".bias")
+        if (moved := our_delta_rows(self._config, name.removesuffix(".weight"))) is not None:
+            rows = rows.view(len(moved), -1)[moved]
         if self._rules.interleaved_qk and stem.endswith(("q_proj", "k_proj")):
             key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
             heads = self._config[key]
@@ -156,18 +165,46 @@ def _note(kind: str, shape: tuple[int, ...]) -> str:
     return json.dumps([kind.upper(), list(shape)])
 
 
-def _metadata(source: Checkpoint) -> dict[str, Any]:
+def _metadata(source: Checkpoint, own: Architecture, rules: GgufRules) -> dict[str, Any]:
     """The metadata of a GGUF file, or those made from a folder's config and tokenizer."""
+    ahead = _blocks_ahead(source, own, rules)
     if isinstance(source, GgufCheckpoint):
         split = ("split.no", "split.count", "split.tensors.count", "general.alignment")
-        return {key: value for key, value in source.metadata.items() if key not in split}
+        kept = {key: value for key, value in source.metadata.items() if key not in split}
+        return _with_blocks(kept, rules.name, source.config["num_hidden_layers"], ahead)
     if source.tokenizer is None:
         raise CheckpointError(f"{source.path}: no tokenizer in the folder; a GGUF file needs one")
     found = model_metadata(source.config, str(source.path))
-    rules, layers = architecture_of(source.config, "")[1], source.config["num_hidden_layers"]
+    layers = source.config["num_hidden_layers"]
+    if ahead:
+        found |= {f"{rules.name}.block_count": layers + ahead}
+        found |= {f"{rules.name}.nextn_predict_layers": ahead}
     for ours, theirs in rules.numbers.items():
         tensors = [source.tensor(f"model.layers.{i}.{ours}") for i in range(layers)]
         found[theirs] = np.array([float(x) for x in tensors], np.float32)
     found["general.name"] = source.path.resolve().name
     vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])
     return found | vocabulary
+
+
+def _blocks_ahead(source: Checkpoint, own: Architecture, rules: GgufRules) -> int:
+    """How many blocks of multi-token prediction are written: those that this package runs."""
+    count, layers = 0, source.config["num_hidden_layers"]
+    if own.next_token is not None and "nextn_predict_layers" in rules.keys:
+        while source.has(f"model.layers.{layers + count}.eh_proj"):
+            count += 1
+    return count
+
+
+def _with_blocks(metadata: dict[str, Any], name: str, layers: int, ahead: int) -> dict[str, Any]:
+    """The metadata of a file that counts ``ahead`` blocks after its layers; others are left out,
+    with their values in arrays that have one for each."""
+    key = f"{name}.nextn_predict_layers"
+    before = int(metadata.get(key, 0))
+    if before == ahead:
+        return metadata
+    found = dict(metadata)
+    for other, value in metadata.items():
+        if isinstance(value, np.ndarray) and value.shape == (layers + before,):
+            found[other] = value[: layers + ahead]
+    return found | {f"{name}.block_count": layers + ahead, key: ahead}

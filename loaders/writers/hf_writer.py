@@ -70,6 +70,11 @@ class HfWriter:
         self._first_names = first and scheme.container == "compressed-tensors"
         if num_experts(self._config) and "ignore" in self._settings:
             self._settings["ignore"].append(_ROUTERS)
+        if any(key.startswith("linear_num_") for key in self._config):
+            if "ignore" in self._settings:
+                self._settings["ignore"].append(_DELTAS)
+            elif "modules_to_not_convert" in self._settings:
+                self._settings["modules_to_not_convert"] = list(_OF_DELTAS)
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
         """The tensors of a quantized layer by their names in the file, and an empty note."""
@@ -81,7 +86,7 @@ class HfWriter:
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         """A norm or a bias in float32; a router or a table of positions unchanged."""
-        rows = our_rows(self._source.config, name)
+        rows = our_rows(self._source.config, name.removesuffix(".weight"))
         return {self._spelled(name): tensor if rows is None else tensor[rows]}, ""
 
     def _with_rows(self, name: str, weight: Layout | Permuted, rows: Tensor) -> Layout | Permuted:
@@ -113,11 +118,18 @@ class HfWriter:
         if self._names is not None and isinstance(self._source, HfFolder):
             found = self._source.spelled_in_file(name)
             return self._names.theirs(name) if found == name else found
+        if isinstance(self._source, HfFolder) and self._is_ahead(name):
+            return self._source.spelled_in_file(name)
         if isinstance(self._source, HfFolder) and _BESIDE_EXPERTS.search(name):
             found = self._source.spelled_in_file(name)
             if "block_sparse_moe.gate" not in found:
                 return found
         return first_spelling(name) if self._first_names else name
+
+    def _is_ahead(self, name: str) -> bool:
+        """Whether a tensor is of a block of multi-token prediction, which follows the layers."""
+        found, layers = _LAYER.search(name), self._source.config["num_hidden_layers"]
+        return found is not None and int(found[1]) >= layers
 
     def whole(
         self, name: str, weight: Weight, gram: Tensor | None = None
@@ -151,11 +163,15 @@ def copy_beside(source: Path, out: Path) -> None:
 #: Our names of the matrices with more bits in a layer, and of the embedding and the head.
 _MORE = ("model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj")
 _ENDS = ("model.embed_tokens", "lm_head")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 #: Routers stay plain.
 _BESIDE_EXPERTS = re.compile(
     r"\.mlp\.(shared_experts|gate|shared_expert_gate)\b|\.e_score_correction_bias$"
 )
 _ROUTERS = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
+#: So does what makes one number for each head of a delta net.
+_OF_DELTAS = ("in_proj_a", "in_proj_b", "in_proj_ba", "linear_attn.a_proj", "linear_attn.b_proj")
+_DELTAS = "re:.*[.](in_proj_a|in_proj_b|in_proj_ba|linear_attn[.][ab]_proj)$"
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 _Named = Callable[[str], str]
 

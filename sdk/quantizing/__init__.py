@@ -21,7 +21,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_in_block
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
-from sdk.quantizing.layers import decoder_config
+from sdk.quantizing.layers import check_run, decoder_config
 from sdk.quantizing.libraries import library_for, quantize_with
 from sdk.text.token_sequences import Text, calibration_text, token_sequences
 
@@ -78,6 +78,7 @@ def quantize(
         ids = None
         if parsed.needs_data or (calibration is not None and parsed.container == "gguf"):
             config = read_config(checkpoint.config)
+            check_run(checkpoint, config, parsed.text)
             text = calibration_text() if calibration is None else calibration
             tokenizer = checkpoint.tokenizer
             ids = token_sequences("calibration", text, tokenizer, config, sequences, tokens)

@@ -7,6 +7,7 @@ parts become the result, which appears under its name in one step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ from sdk.kernels.layouts import Dense, Layout
 from sdk.models.leftovers import Leftovers
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.online import is_router
+from sdk.quant.online import stays_plain
 from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.quantize import (
     Packed,
@@ -37,6 +38,7 @@ from sdk.quantizing.layers import LayerRun, plain_values
 
 #: Weight of a row's errors as an embedding, relative to the mean weight as a row of the head.
 _AS_EMBEDDING = 0.1
+_OF_LATENT = re.compile(r"\.(kv_b_proj|k_b_proj|v_b_proj)$").search
 Report = Callable[[int, int], None]
 Encoded = tuple[dict[str, Tensor], str]
 
@@ -139,13 +141,17 @@ class Job:
 
     def _layer(self, index: int) -> None:
         observer = Observer()
-        observing = RewrittenCheckpoint(self.checkpoint, observer.watch)
+        observing = RewrittenCheckpoint(
+            self.checkpoint,
+            # heads of latent attention are one weight, which takes no wrappers
+            lambda name, weight: weight if _OF_LATENT(name) else observer.watch(name, weight),
+        )
         inputs = self.folder.inputs(index)
         if self.ids is not None and index == 0:
             self.layers.embed(self.checkpoint, self.ids, inputs)
         layer = self.layers.build(observing, index)
-        pulled, plain = observing.pulled
-        names = [name for name in pulled if not is_router(name)]
+        pulled, plain = (list(dict.fromkeys(each)) for each in observing.pulled)
+        names = [name for name in pulled if not stays_plain(name)]
         packed: dict[str, Packed] = {}
         changed: dict[str, Tensor] = {}
         if self.ids is None:
@@ -168,17 +174,16 @@ class Job:
             made = self.layers.build(after, index)
             self.layers.advance(made, inputs, self.folder.inputs(index + 1))
         tensors = {n: changed[n] if n in changed else self.checkpoint.tensor(n) for n in plain}
-        tensors |= {
-            f"{name}.weight": plain_values(self.checkpoint, name)
-            for name in pulled
-            if is_router(name)
-        }
-        self._write(
-            index,
-            [self.writer.matrix(name, packed[name]) for name in names]
-            + [self.writer.plain(name, tensor) for name, tensor in tensors.items()],
-        )
+        self._write(index, self._encoded(pulled, packed, tensors))
         inputs.unlink(missing_ok=True)
+
+    def _encoded(
+        self, pulled: Sequence[str], packed: Mapping[str, Packed], plain: Mapping[str, Tensor]
+    ) -> list[Encoded]:
+        """A layer's matrices, of which some stay plain, and its plain tensors."""
+        kept = {f"{n}.weight": plain_values(self.checkpoint, n) for n in pulled if stays_plain(n)}
+        found = [self.writer.matrix(name, packed[name]) for name in pulled if name in packed]
+        return found + [self.writer.plain(*each) for each in {**plain, **kept}.items()]
 
     def _values(self, name: str) -> Tensor:
         return self.checkpoint.weight(name).dequantize()
@@ -206,7 +211,7 @@ class Job:
                 inputs,
             ).run()
         for names, statistics in inputs.items():
-            if is_router(names[0]):
+            if stays_plain(names[0]):
                 continue
             if self.scheme.method != "gptq":
                 packed.update((name, self._without_data(name, statistics)) for name in names)
@@ -237,6 +242,9 @@ class Job:
                 if tied:
                     gram = _for_both(gram)
             found.append(self.writer.whole(name, self.checkpoint.weight(name), gram))
+        for pulled, plain in self.layers.blocks_ahead(self.checkpoint):
+            packed = {name: self._without_data(name) for name in pulled if not stays_plain(name)}
+            found += self._encoded(pulled, packed, {n: self.checkpoint.tensor(n) for n in plain})
         self._write(count, found)
         self.folder.inputs(count).unlink(missing_ok=True)
 

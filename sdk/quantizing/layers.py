@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from sdk.api.errors import QuantizationError, UnsupportedError
-from sdk.engine.rank.kv_cache import KVCache, kv_spec
+from sdk.engine.rank.kv_cache import KVCache, caches_of_layers, kv_spec
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
+from sdk.kernels.states import StateBatch
 from sdk.loaders.writers.parts import new_file
+from sdk.memory.drafting_heads import next_token_head
 from sdk.models.architecture import architecture
 from sdk.models.attention import Step
 from sdk.models.auto import model_type
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import Layer, layer_rules, positions_and_norm
+from sdk.models.drafting_heads import ModelEnds, build_head
+from sdk.models.layer_inputs import LayerInputs
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
@@ -39,8 +43,8 @@ _PAGE = 16
 def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """The config of a model that is built of layers.
 
-    :raises UnsupportedError: it runs through transformers, whose layers are not known, it is an
-        encoder, or it has recurrent layers.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known, or it is an
+        encoder.
     """
     name = model_type(checkpoint.config)
     own = architecture(name)
@@ -54,13 +58,20 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
         raise _encoder(checkpoint, name)
-    if config.recurrent is not None:
-        raise UnsupportedError(
-            f"{checkpoint.path}: {name} has recurrent layers, and only models whose layers all "
-            "attend can be quantized to files; quantization='int8' packs its matrices while it is "
-            "loaded"
-        )
     return config
+
+
+def check_run(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -> None:
+    """:raises UnsupportedError: calibration text cannot run through the layers one by one."""
+    shares = any(map(config.shares_keys, range(config.num_layers)))
+    if not (shares or config.layer_inputs):
+        return
+    why = "read the keys of earlier ones" if shares else "have embeddings of their own"
+    raise UnsupportedError(
+        f"{checkpoint.path}: {scheme} runs a text through one layer at a time, and layers of "
+        f"{config.model_type} {why}: use a scheme without calibration, such as rtn-w4g128, or a "
+        "GGUF type without a calibration text"
+    )
 
 
 def _encoder(checkpoint: Checkpoint, name: str) -> UnsupportedError:
@@ -88,14 +99,15 @@ class LayerRun:
         self.tokens = tokens
         self.ops = Ops(compute="exact", num_threads=num_threads)
         self._ropes = [Rope(spec, tokens, self.ops.device) for spec in self.config.ropes]
-        pages = -(-tokens // _PAGE)
-        spec = kv_spec(self.config, _PAGE, "float32")
-        self._kv = KVCache(replace(spec, num_layers=1), pages + 1)
-        self._table = torch.arange(1, pages + 1)
+        self._spec = kv_spec(self.config, _PAGE, "float32")
+        #: What the last layer that was built keeps of a sequence.
+        self._kv: KVCache | None = None
+        self._table = torch.arange(1, -(-tokens // _PAGE) + 1)
 
     def close(self) -> None:
         """Idempotent."""
-        self._kv.close()
+        if self._kv is not None:
+            self._kv.close()
         self.ops.close()
 
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
@@ -113,7 +125,28 @@ class LayerRun:
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
         rules = layer_rules(self.config)
+        own = self._spec.of_layers(caches_of_layers(self.config, range(index, index + 1)))
+        if self._kv is not None:
+            self._kv.close()
+        # one slot for the state of a sequence, besides that of padding rows
+        self._kv = KVCache(own, len(self._table) + 1, num_states=2)
         return Layer(self._source(checkpoint), f"model.layers.{index}", index, rules)
+
+    def blocks_ahead(self, checkpoint: Checkpoint) -> list[tuple[list[str], list[str]]]:
+        """The names of the matrices and of the plain tensors of each block of multi-token
+        prediction that this package runs."""
+        own, config = architecture(self.config.model_type), self.config
+        found: list[tuple[list[str], list[str]]] = []
+        if own is None or own.next_token is None:
+            return found
+        while checkpoint.has(f"model.layers.{config.num_layers + len(found)}.eh_proj"):
+            watched = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
+            head = next_token_head(checkpoint, config)
+            block = f"model.layers.{config.num_layers + len(found)}"
+            inputs, ends = torch.zeros(1, config.hidden_size), ModelEnds(_nothing, _nothing)
+            build_head(watched, replace(head, block=block), self.ops, inputs, ends, self.tokens)
+            found.append(watched.pulled)
+        return found
 
     def outputs(self, layer: Layer, inputs: Path) -> Iterator[Tensor]:
         """The output of ``layer`` for each sequence in the file: float32 ``[T, hidden]``."""
@@ -132,6 +165,8 @@ class LayerRun:
         watched = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
         source = self._source(watched)
         positions_and_norm(source)
+        if self.config.layer_inputs:
+            LayerInputs(source)
         source.norm("model.norm")
         tables, plain = watched.pulled
         names = [*plain, *(["lm_head.bias"] if self.config.head_bias else [])]
@@ -175,8 +210,21 @@ class LayerRun:
             page_size=_PAGE,
             max_query_len=len(x),
             max_context_len=len(x),
+            states=_one_sequence(len(x)),
         )
         step = Step(batch, [rope.cos_sin(positions, self.ops) for rope in self._ropes])
-        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[:1])
+        assert self._kv is not None
+        delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers)
         assert residual is not None  # no norms of sums
         return delta + residual
+
+
+def _one_sequence(tokens: int) -> StateBatch:
+    """A request that begins without a state and ends with its only step."""
+    each = ([-1], [0, 1], [tokens - 1], [1])
+    return StateBatch(*(torch.tensor(one, dtype=torch.int32) for one in each))
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """Stands for embedding and head of a block that is not run."""
+    return x

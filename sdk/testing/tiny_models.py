@@ -21,9 +21,11 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import RMS_NORM_EPS, Architecture, architecture, architectures
-from sdk.models.auto import build_model
+from sdk.models.config import ModelConfig
 from sdk.models.config_keys import only_read, with_our_keys
+from sdk.models.decoder import Decoder
 from sdk.models.expert_config import key_of
+from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, QuantizationError
@@ -65,6 +67,8 @@ _TEXT = (
     "the cat sat on the mat and the dog said hello to the other cats in the world because "
     "this is a small text with the words that a small model should know about and write"
 )
+#: Factors that change nothing.
+_ONES = ("layer_scalar", ".gate.scale", ".per_expert_scale")
 #: Not quantized: a folder in float16.
 _PLAIN = "float16"
 _SEQUENCES, _TOKENS = 4, 64
@@ -119,17 +123,9 @@ def tiny_model(
 
 
 def tiny_architectures() -> tuple[Architecture, ...]:
-    """The models that :func:`tiny_model` writes: native decoders whose folders are read, and whose
-    configs need no more than the sizes of a Llama."""
+    """The models that :func:`tiny_model` writes: native decoders whose folders are read."""
     known = (one for one in architectures() if one.config.causal and one.folders)
-    return tuple(
-        one
-        for one in known
-        if one.config.recurrent is None
-        and one.config.latent is None
-        and one.config.caches is None
-        and one.model_type not in _OTHER_SIZES
-    )
+    return tuple(one for one in known if one.model_type not in _OTHER_SIZES)
 
 
 def _known(name: object) -> Architecture:
@@ -140,9 +136,86 @@ def _known(name: object) -> Architecture:
     return found
 
 
-#: Sizes in parts of their own, or tensors whose shapes only the model knows; so do those with
-#: recurrent layers, latents, or layers of several sizes.
-_OTHER_SIZES = ("dbrx", "hyperclovax", "laguna", "llama4_text", "spark2_5")
+#: Sizes in parts of their own.
+_OTHER_SIZES = ("dbrx", "hyperclovax", "spark2_5")
+_FULL, _SLIDES = "full_attention", "sliding_attention"
+_WINDOWED: dict[str, Any] = {"layer_types": [_SLIDES, _FULL], "sliding_window": 32}
+_DELTAS: dict[str, Any] = {
+    "layer_types": ["linear_attention", _FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "num_key_value_heads": _SHAPE["num_attention_heads"],
+}
+_INDEXER: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 2048}
+_ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+_DENSE_FIRST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
+#: What models have besides, with every kind of layer.
+_KINDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTAS),
+    "olmo_hybrid": _DELTAS,
+    "lfm2": {"layer_types": ["conv", _FULL], "conv_L_cache": 3, "conv_bias": False},
+    "lfm2_moe": {"layer_types": ["conv", _FULL], "conv_L_cache": 3, "conv_bias": False},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 512},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 64, "n_groups": 1, "state_size": 32, "expand": 2},
+    "deepseek_v2": {**_LATENT, **_ONE_GROUP, "norm_topk_prob": False},
+    **{name: {**_LATENT, **_ONE_GROUP} for name in ("deepseek_v3", "kimi_k2")},
+    "deepseek_v32": {**_LATENT, **_ONE_GROUP, **_INDEXER},
+    "glm_moe_dsa": {**_LATENT, **_INDEXER},
+    "glm4_moe_lite": {**_LATENT, **_DENSE_FIRST},
+    **dict.fromkeys(("mistral4", "youtu", "minicpm3"), _LATENT),
+    "gemma4_text": {
+        **_WINDOWED,
+        "global_head_dim": 128,
+        "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": _VOCAB_SIZE,
+    },
+    "laguna": {**_WINDOWED, "num_attention_heads_per_layer": [8, 4]},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", _FULL],
+        "attention_chunk_size": 32,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+        "intermediate_size_mlp": 256,
+        "num_experts_per_tok": 1,
+    },
+    "mimo_v2_flash": {
+        **_WINDOWED,
+        **_DENSE_FIRST,
+        "v_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "swa_rope_theta": 10000.0,
+    },
+    "step3p5": {**_WINDOWED, **_DENSE_FIRST, "num_sliding_attention_heads": 8},
+}
 #: What a GGUF file of a model can express, where the defaults of its class are something else.
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
@@ -169,16 +242,16 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
         **known.config.defaults,
         **only_read(shape, known),
         **experts,
+        **_KINDS.get(known.model_type, {}),
         **_FOR_GGUF.get(known.model_type, {}),
         "model_type": known.model_type,
         "vocab_size": _VOCAB_SIZE,
         "eos_token_id": 0,
         "dtype": "float16",
     }
-    config = with_our_keys(config)
-    checkpoint = RandomCheckpoint(folder, config, known, seed)
+    checkpoint = RandomCheckpoint(folder, with_our_keys(config), known, seed)
     with closing(Ops(num_threads=1)) as ops:
-        build_model(checkpoint, Mesh(), ops, max_model_len=64)
+        Decoder(RandomSource(checkpoint, ModelConfig.from_dict(checkpoint.config), Mesh(), ops, 64))
     folder.mkdir()
     tensors = _as_stored(checkpoint.tensors, known)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -214,6 +287,22 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2))
 
 
+class RandomSource(Source):
+    """Tells a :class:`RandomCheckpoint` the shape of what the model pulls."""
+
+    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
+        assert isinstance(self.checkpoint, RandomCheckpoint)
+        self.checkpoint.shapes.setdefault(self._name(path), shape)
+        return super().pull(path, shape)
+
+    def vector(self, path: str, *shape: int | None) -> Tensor:
+        assert isinstance(self.checkpoint, RandomCheckpoint)
+        sizes = tuple(size for size in shape if size is not None)
+        if len(sizes) == len(shape):
+            self.checkpoint.shapes.setdefault(self._name(path).removesuffix(".weight"), sizes)
+        return super().vector(path, *shape)
+
+
 class RandomCheckpoint:
     """A :class:`sdk.quant.checkpoint.Checkpoint` that makes the tensors a model pulls.
 
@@ -233,6 +322,8 @@ class RandomCheckpoint:
         self.processor: Mapping[str, Any] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self.tensors: dict[str, Tensor] = {}
+        #: Of tensors that the config does not tell.
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._offset = known.tensors.norm_offset
         joined = known.gguf is not None and "mlp.gate_up_proj" in known.gguf.tensors
         self._joined: tuple[str, ...] = ("qkv_proj", "gate_up_proj") if joined else ()
@@ -244,6 +335,7 @@ class RandomCheckpoint:
         shape = expected_shape(self.config, name)
         if name.endswith("e_score_correction_bias"):
             shape = (num_experts(self.config) or 0,)
+        shape = self.shapes.get(name, shape)
         if shape is None:
             raise CheckpointError(f"{name}: its shape is unknown, so there are no random weights")
         # Rows of length 1 keep the size of the values. Those of the embedding are as large as what
@@ -266,6 +358,8 @@ class RandomCheckpoint:
             found = self._random(stem)
             if "norm" in stem:
                 found.fill_(0.0 if stem.endswith(".bias") else 1.0 - self._offset(stem))
+            if stem.endswith(_ONES):
+                found.fill_(1.0)
             if stem.endswith("act_fn.eps"):
                 found.fill_(-1e-6)
             self.tensors[name] = found
