@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC
 from sdk.images.processors.towers import check_all_patches, tile_side, tokens_per_side
 
 _NEXT_SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, BILINEAR, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.towers import check_all_patches, tile_side, tokens_per_side
 
-BILINEAR, BICUBIC = 2, 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
 
