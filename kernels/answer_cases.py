@@ -175,6 +175,18 @@ def _select_rows(kernel: Any, place: Place, problem: Problem, like: Sequence[Any
     return [("the rows", out, 0.0)]
 
 
+def _place_rows(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    (rows,) = like
+    wide = place.floats(6, rows.shape[1] + 3, seed=1)
+    index = place.integers([3, -1, 0, 5, -1], torch.int32)
+    found: Found = []
+    for add in (False, True):
+        x = place.floats(_ROWS, rows.shape[1], seed=2)
+        kernel.run(x, wide[:, 3:], index, add)
+        found.append(("the rows added" if add else "the rows", x, 0.0))
+    return found
+
+
 def _take_columns(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     (x,) = like
     wide = x.dtype == torch.float32
@@ -191,13 +203,17 @@ def _take_columns(kernel: Any, place: Place, problem: Problem, like: Sequence[An
 
 def _angles(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Angles up to 130,000, and -1 to 1 for the last frequencies."""
-    inv_freq, axes = like
+    inv_freq, axes, shifts = like
     half = inv_freq.shape[0]
     positions = place.integers([4095, 0, 131071, 1, 77], torch.int64)
-    given = ()
+    given: tuple[Tensor, ...] = ()
     if axes is not None:  # frequencies of three axes, in turns
-        positions = torch.stack([positions, positions.flip(0), positions + 1])
         given = (place.integers([i % 3 for i in range(half)], torch.int32),)
+        if shifts is None:
+            positions = torch.stack([positions, positions.flip(0), positions + 1])
+        else:
+            moved = [0, 0, -9, 3, 4, 1, 0, 2, 5, -7, 3, 3, 3, 3, 3]
+            given = (*given, place.integers(moved, torch.int32).view(3, 5))
     frequencies = torch.logspace(0, -5, half, dtype=torch.float64).float().to(place.device)
     cos, sin = place.nan(5, half), place.nan(5, half)
     kernel.run(positions, frequencies, 1.25, cos, sin, *given)
@@ -331,6 +347,7 @@ CASES: dict[str, Case] = {
     "activation": _activation,
     **dict.fromkeys(("zeros", "add", "add_bias", "scale", "softcap", "clamp"), _map),
     "select_rows": _select_rows,
+    "place_rows": _place_rows,
     "take_columns": _take_columns,
     "rope_angles": _angles,
     "find_places": find_places,

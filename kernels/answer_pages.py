@@ -122,8 +122,8 @@ def _strided(values: Tensor, like: Tensor) -> Tensor:
 def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     """Decoding, alone, with drafts and after a shared prefix, and prompts: like q, pages, scale,
     window, softcap, sinks, slopes, whether prefixes are shared, whether tokens see earlier ones
-    only, whether windows begin at multiples of their size."""
-    q, pages, scale, window, softcap, sinks, slopes, shares, causal, chunked = like
+    only, whether windows begin at multiples of their size, whether tokens see some behind them."""
+    q, pages, scale, window, softcap, sinks, slopes, shares, causal, chunked, looks_ahead = like
     size, heads, kv_heads = pages.page_size, q.shape[1], pages.k.shape[1]
     host = place.on_host()
     filled = _pages_like(pages, host)
@@ -159,7 +159,9 @@ def attend(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
         queries = _strided(place.rows(tokens, heads, q.shape[2], seed=24), q)
         out = place.nan(tokens, heads * width, dtype=place.given(q.dtype))
         given = (scale, window, softcap, sinks, slopes)
-        kernel.run(queries, own, step, *given, out, causal, None, chunked)
+        ahead = place.integers([(7 * t) % 5 for t in range(tokens)], torch.int32)
+        more = (ahead,) if looks_ahead else ()
+        kernel.run(queries, own, step, *given, out, causal, None, chunked, *more)
         found.append((f"{name} with {pages.dtype} pages", out, 2 * PRODUCT))
     return found
 

@@ -56,6 +56,12 @@ class AttentionBatch:
       and ``slots``. Entries of pages that have left the window are arbitrary ids of pages.
     - ``group``: which of the window groups this is the step of, if it is one of ``windows``.
     - ``states``: for models with recurrent states.
+    - ``ahead``: int32 ``[T]`` for models whose images' tokens see one another both ways: how many
+      tokens behind itself a token sees, which are in the step too; 0 for all others.
+    - ``image_rows``: int32 ``[T]`` for models that see images: the row of the image cache in the
+      place of a token's embedding; -1 for tokens of text.
+    - ``shifts``: int32 ``[axes, T]`` for models with rotary positions of several axes: what is
+      added to a token's position along each of them.
     """
 
     positions: Tensor
@@ -74,6 +80,9 @@ class AttentionBatch:
     windows: tuple[AttentionBatch, ...] = ()
     states: StateBatch | None = None
     group: int | None = None
+    ahead: Tensor | None = None
+    image_rows: Tensor | None = None
+    shifts: Tensor | None = None
 
     def of_group(self, group: int | None) -> AttentionBatch:
         """The step as the layers of a window group see it. ``None``: of layers that keep all

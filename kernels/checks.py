@@ -57,13 +57,3 @@ def expect_numbers(what: str, kind: Activation, numbers: Sequence[float]) -> Non
         raise KernelError(
             f"{what}: expected {NUMBERS.get(kind, 0)} numbers of {kind}, found {len(numbers)}"
         )
-
-
-def expect_biases(biases: Tensor, heads: int) -> None:
-    """:raises KernelError: unless each head has one number for each distance of a key."""
-    expect("attention biases", biases, torch.float32, heads, None)
-    if biases.shape[1] % 2 == 0:
-        raise KernelError(
-            "attention biases: expected one for each distance on both sides and for 0, found "
-            f"{biases.shape[1]}"
-        )

@@ -20,10 +20,11 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+from sdk.kernels.attention_checks import expect_ahead, expect_by_head, expect_heads
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
-from sdk.kernels.checks import expect, expect_biases, expect_floats, expect_norm, expect_numbers
+from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
@@ -45,7 +46,7 @@ from sdk.kernels.self_check import SelfCheck
 from sdk.kernels.state_ops import StateOps
 
 #: What ``Problem.format`` says of attention: which of these it has.
-_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked")
+_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked", "ahead")
 _ATTENTION = {
     has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
     for has in product((False, True), repeat=len(_HAS))
@@ -424,6 +425,19 @@ class Ops:
             self._kernel("select_rows", (x,)).run(x, rows, out)
         return out
 
+    def place_rows(self, x: Tensor, rows: Tensor, index: Tensor, *, add: bool = False) -> Tensor:
+        """Row t of ``x [T, H]`` becomes row ``index[t]`` of ``rows [N, H]``, or with ``add`` their
+        sum; it stays as it is where ``index[t]`` is -1. Returns x; all but the index float32.
+
+        index int32 ``[T]``; rows may be strided.
+        """
+        expect("place_rows x", x, torch.float32, None, None)
+        expect("place_rows rows", rows, torch.float32, None, x.shape[1])
+        expect("place_rows index", index, torch.int32, x.shape[0])
+        if x.numel():
+            self._kernel("place_rows", (rows,)).run(x, rows, index, add)
+        return x
+
     def take_columns(self, x: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
         """``x[:, order]`` of x ``[T, N]``, or the inverse with ``back``.
 
@@ -437,25 +451,33 @@ class Ops:
         return out
 
     def rope_angles(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, axes: Tensor | None = None
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        factor: float,
+        axes: Tensor | None = None,
+        shifts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of ``positions[t] * inv_freq[i]``, times ``factor``: float32 ``[T, half]``.
 
         positions int64 ``[T]``, inv_freq float32 ``[half]``. With ``axes``, int32 ``[half]``,
         positions are ``[number of axes, T]``, and frequency i turns by those of axis ``axes[i]``,
-        which must be one of them.
+        which must be one of them; or with ``shifts``, int32 ``[number of axes, T]``, they are
+        ``[T]``, and the shifts along the axes are added to them.
         """
-        expect("rope_angles inv_freq", inv_freq, torch.float32, None)
-        if axes is None:
-            expect("rope_angles positions", positions, torch.int64, None)
-        else:
-            expect("rope_angles positions", positions, torch.int64, None, None)
-            expect("rope_angles axes", axes, torch.int32, inv_freq.shape[0])
         tokens, half = positions.shape[-1], inv_freq.shape[0]
+        expect("rope_angles inv_freq", inv_freq, torch.float32, None)
+        along = (None,) if axes is None or shifts is not None else (None, None)
+        expect("rope_angles positions", positions, torch.int64, *along)
+        if axes is not None:
+            expect("rope_angles axes", axes, torch.int32, half)
+        if shifts is not None:
+            expect("rope_angles shifts", shifts, torch.int32, None, tokens)
         cos, sin = self.empty(tokens, half), self.empty(tokens, half)
         if tokens and half:
-            kernel = self._kernel("rope_angles", (inv_freq, axes))
-            kernel.run(positions, inv_freq, factor, cos, sin, *(() if axes is None else (axes,)))
+            kernel = self._kernel("rope_angles", (inv_freq, axes, shifts))
+            more = () if axes is None else (axes,) if shifts is None else (axes, shifts)
+            kernel.run(positions, inv_freq, factor, cos, sin, *more)
         return cos, sin
 
     def find_places(self, batch: AttentionBatch) -> None:
@@ -529,6 +551,7 @@ class Ops:
         biases: Tensor | None = None,
         latent: int = 0,
         chunked: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         """Attention over the pages: q ``[T, heads, head_dim]`` -> ``[T, heads * value_dim]``.
         ``latent``: the ``value_dim`` of latent pages, whose values are parts of keys.
@@ -541,32 +564,29 @@ class Ops:
         score gets its head's slope times the key's position minus the query's (ALiBi), after the
         scale and the softcap. ``biases [heads, 2 * reach + 1]``: it gets the one of that distance
         instead, of which the first and the last are those of all further keys too (T5, MPNet).
+        ``ahead``, int32 ``[T]``: how many tokens behind itself each token sees too, as far as they
+        are in the pages (the tokens of one image: see ``AttentionBatch.ahead``).
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
-        for name, x in (("sinks", sinks), ("slopes", slopes)):
-            if x is not None:
-                expect(f"attention {name}", x, torch.float32, q.shape[1])
-        if biases is not None:
-            expect_biases(biases, q.shape[1])
-        tokens, heads, head_dim = q.shape
-        kv_heads = pages.k.shape[1]
-        if heads % kv_heads or pages.head_dim != head_dim or (latent > 0) != pages.latent:
-            raise KernelError(
-                f"attention: {heads} query heads of {head_dim} with {latent} latent values do not "
-                f"fit pages {list(pages.k.shape)} with values {list(pages.v.shape)}"
-            )
+        expect_by_head(q, {"sinks": sinks, "slopes": slopes}, biases)
+        if ahead is not None:
+            plain = causal and slopes is None and biases is None and not latent
+            expect_ahead(ahead, batch.num_tokens, plain=plain)
+        expect_heads(q, pages, latent)
         if pages.k_centre is not None and (softcap or sinks is not None):
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
+        tokens, heads, _ = q.shape
         out = self.empty(tokens, heads * (latent or pages.value_dim), dtype=q.dtype)
         if tokens:
             given = (window, softcap, sinks, slopes)
-            like = (q, pages, scale, *given, self.shares_keys, causal, chunked)
-            others = (not causal, biases is not None, pages.latent, chunked)
+            like = (q, pages, scale, *given, self.shares_keys, causal, chunked, ahead is not None)
+            others = (not causal, biases is not None, pages.latent, chunked, ahead is not None)
             has = *(x is not None for x in given), *others
             fields = {**pages.problem(latent), "format": _ATTENTION[has]}
             kernel = self._kernel("attention", like, **fields)
-            group, rest = batch.group, (causal, biases, chunked)
+            group = batch.group
+            rest = (causal, biases, chunked, *(() if ahead is None else (ahead,)))
 
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
                 kernel.run(q, pages, batch.of_group(group), scale, *given, out, *rest)

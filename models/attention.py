@@ -71,6 +71,9 @@ class Attention:
         plain = rules.unrotated_plain and not rotates
         self.query_scale = c.query_scale if plain or not rules.unrotated_plain else None
         self.factor, self.chunked = c.attention_factor, c.chunked_windows
+        both = None if c.vision is None else c.vision.both_ways
+        #: Whether tokens of an image see those behind them: see ``AttentionBatch.ahead``.
+        self.looks_ahead = both == "all" or (both == "windows" and self.window is not None)
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
@@ -169,6 +172,7 @@ class Attention:
             causal=self.causal,
             biases=step.biases,
             chunked=self.chunked and self.window is not None,
+            ahead=batch.ahead if self.looks_ahead else None,
         )
         if self.gate is not None:
             y = self.ops.gate(y, gate, self.gate.kind)

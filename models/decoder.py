@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
 from sdk.models.attention import Attention, Step
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sdk.models.layer_inputs import LayerInput, LayerInputs
     from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
+    from sdk.models.rope import Rope
     from sdk.quant.weight import Weight
 
     #: What a rank has of a layer's cache.
@@ -404,6 +406,13 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
+        #: The axis of positions by which each rotary frequency turns, int32; ``None``: there is one.
+        self.axes: Tensor | None = None
+        if c.vision is not None and c.vision.axes is not None:
+            self.axes = torch.tensor(c.vision.axes, dtype=torch.int32, device=self.ops.device)
+        #: What the embeddings of tokens of images are replaced by: the rows of the image cache,
+        #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
+        self.images: Tensor | None = None
         #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
         self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
         self._linears = source.linears
@@ -435,7 +444,7 @@ class Decoder:
         """See :class:`CausalLM`. ``out``: where the last stage writes hidden states."""
         delta = self._enter(inputs, batch)
         residual: Tensor | None = None
-        angles = [rope.cos_sin(batch.positions, self.ops) for rope in self.ropes]
+        angles = [self._angles(rope, batch) for rope in self.ropes]
         own = None if self.inputs is None else self.inputs(inputs, delta)
         step = Step(batch, angles, self.biases, own)
         self.streams = []
@@ -446,6 +455,9 @@ class Decoder:
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, [kv[one] for one in places])
+            if i + 1 < self._features and batch.image_rows is not None:
+                assert residual is not None
+                self._place(residual, batch.image_rows, i + 1, add=True)
         if self._rules.post_norm:
             assert out is None and self._mesh.is_last
             return delta
@@ -462,6 +474,8 @@ class Decoder:
         if self._mesh.upstream is not None:
             return self.ops.receive(len(inputs), self.config.hidden_size, self._mesh.upstream)
         x = inputs if inputs.is_floating_point() else self.embed(inputs)
+        if batch.image_rows is not None:
+            self._place(x, batch.image_rows, 0, add=False)
         if self.positions is not None:
             x = self.ops.add(self.positions.rows(batch.positions), x)
         if self.types is not None:
@@ -470,6 +484,24 @@ class Decoder:
         if self.embedding_norm is not None:
             x = self.ops.norm(x, self.embedding_norm)
         return x if self.projection is None else self.projection(x)
+
+    def _angles(self, rope: Rope, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """Those of a rotary embedding; ``none`` of a layer that does not rotate has no axes."""
+        if self.axes is None or batch.shifts is None or len(self.axes) != len(rope.inv_freq):
+            return rope.cos_sin(batch.positions, self.ops)
+        return rope.cos_sin(batch.positions, self.ops, self.axes, batch.shifts)
+
+    @property
+    def _features(self) -> int:
+        """Vectors of a token of an image: its embedding, then one for each of the first layers."""
+        return 0 if self.images is None else self.images.shape[1] // self.config.hidden_size
+
+    def _place(self, x: Tensor, index: Tensor, feature: int, *, add: bool) -> None:
+        """Put a feature of the image cache in the place of rows of x, or add it to them."""
+        if self.images is not None:
+            width = self.config.hidden_size
+            rows = self.images[:, feature * width : (feature + 1) * width]
+            self.ops.place_rows(x, rows, index, add=add)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""

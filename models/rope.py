@@ -86,10 +86,16 @@ class Rope:
         inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
         self.inv_freq = inv_freq.to(device)
 
-    def cos_sin(self, positions: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    def cos_sin(
+        self,
+        positions: Tensor,
+        ops: Ops,
+        axes: Tensor | None = None,
+        shifts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``, or ``[T, 0]`` if
-        nothing turns."""
-        return ops.rope_angles(positions, self.inv_freq, self.attention_factor)
+        nothing turns. ``axes``, ``shifts``: see :meth:`sdk.kernels.ops.Ops.rope_angles`."""
+        return ops.rope_angles(positions, self.inv_freq, self.attention_factor, axes, shifts)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:

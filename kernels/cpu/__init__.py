@@ -19,6 +19,7 @@ from sdk.kernels.cpu.elementwise import (
     Gate,
     Map,
     Normalize,
+    PlaceRows,
     SelectRows,
     TakeColumns,
 )
@@ -111,6 +112,7 @@ class CpuBackend:
             **{kind: (Map(runtime, kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(runtime),),
             "select_rows": (SelectRows(runtime),),
+            "place_rows": (PlaceRows(runtime),),
             "take_columns": (TakeColumns(runtime),),
             "find_places": (Places(runtime),),
             "rope_and_cache": (RopeAndCache(runtime),),

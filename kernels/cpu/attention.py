@@ -40,6 +40,7 @@ class Attention:
         causal: bool = True,
         biases: Tensor | None = None,
         chunked: bool = False,
+        ahead: Tensor | None = None,
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
@@ -55,6 +56,8 @@ class Attention:
                 )
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
+        if ahead is not None:
+            inner_contiguous(ahead, torch.int32, "attention ahead")
         index = [batch.query_start, batch.context_len, batch.page_table]
         for i, x in enumerate(index):
             if x.dtype != torch.int32:
@@ -68,6 +71,7 @@ class Attention:
             None if sinks is None else sinks.data_ptr(),
             None if slopes is None else slopes.data_ptr(),
             None if biases is None else biases.data_ptr(),
+            None if ahead is None else ahead.data_ptr(),
             None,
             *q.stride()[:2],
             index[2].shape[1],
@@ -89,6 +93,7 @@ class Attention:
             chunked,
             value_dim,
             pages.latent,
+            0,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 

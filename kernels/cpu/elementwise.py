@@ -12,6 +12,7 @@ from sdk.kernels.cpu.library import (
     MapArgs,
     NormArgs,
     OpKind,
+    PlaceRowsArgs,
     SelectArgs,
     TakeArgs,
 )
@@ -223,6 +224,28 @@ class SelectRows:
         x = floats(x, "select_rows")
         args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1], x.shape[0])
         self._runtime.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
+
+
+class PlaceRows:
+    """See :meth:`sdk.kernels.ops.Ops.place_rows`."""
+
+    name = "cpu.place_rows"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, index: Tensor, add: bool) -> None:
+        if not (x.is_contiguous() and index.is_contiguous() and rows.stride(1) == 1):
+            raise KernelError(
+                "place_rows: expected contiguous x, index and numbers of a row, found strides "
+                f"{x.stride()}, {index.stride()} and {rows.stride()}"
+            )
+        pointers = [one.data_ptr() for one in (x, rows, index)]
+        args = PlaceRowsArgs(*pointers, x.shape[1], rows.stride(0), rows.shape[0], add)
+        self._runtime.run(OpKind.PLACE_ROWS, args, x.shape[0], "place_rows")
 
 
 class TakeColumns:

@@ -77,6 +77,7 @@ class OpKind(IntEnum):
     RATES = 27
     GATED_NORM = 28
     HEADS = 29
+    PLACE_ROWS = 30
 
 
 class Count(IntEnum):
@@ -269,8 +270,17 @@ class GateArgs(Structure):
 class AnglesArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin", "axes")),
-        *((name, c_int64) for name in ("half", "axis_stride")),
+        ("shifts", c_void_p),
+        *((name, c_int64) for name in ("half", "axis_stride", "shift_stride")),
         ("factor", c_float),
+    ]
+
+
+class PlaceRowsArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "rows", "index")),
+        *((name, c_int64) for name in ("width", "row_stride", "size")),
+        ("add", c_int32),
     ]
 
 

@@ -39,14 +39,15 @@ class AttentionArgs(Structure):
         *((name, c_void_p) for name in ("q", "out")),
         ("levels", PageLevel * MAX_TIERS),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
-        *((name, c_void_p) for name in ("sinks", "slopes", "biases", "shared")),
+        *((name, c_void_p) for name in ("sinks", "slopes", "biases", "ahead")),
+        ("shared", c_void_p),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
         *((name, c_int64) for name in ("num_pages", "tokens", "window")),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
         ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("query_tile", "split_blocks", "both_ways", "reach")),
-        *((name, c_int32) for name in ("chunked", "value_dim", "latent")),
+        *((name, c_int32) for name in ("chunked", "value_dim", "latent", "looks_ahead")),
     ]
 
 

@@ -173,25 +173,37 @@ class RopeAngles:
         cos: Tensor,
         sin: Tensor,
         axes: Tensor | None = None,
+        shifts: Tensor | None = None,
     ) -> None:
         tokens, half = cos.shape
         inner_contiguous(positions, torch.int64, "rope positions")
         inner_contiguous(inv_freq, torch.float32, "rope inv_freq")
-        if axes is not None:
-            inner_contiguous(axes, torch.int32, "rope axes")
-            used = axes.min(), axes.max()
-            if positions.dim() != 2 or used[0] < 0 or used[1] >= positions.shape[0]:
-                raise KernelError(
-                    f"rope angles: axes {int(used[0])} to {int(used[1])} do not fit positions "
-                    f"{list(positions.shape)}"
-                )
-        fits = positions.shape[-1] == tokens and positions.dim() == (1 if axes is None else 2)
-        if not fits or inv_freq.shape != (half,) or sin.shape != cos.shape:
+        fits = positions.shape[-1] == tokens and inv_freq.shape == (half,)
+        if not fits or sin.shape != cos.shape:
             raise KernelError(
                 f"rope angles: positions {list(positions.shape)} and inv_freq "
                 f"{list(inv_freq.shape)} do not fit {list(cos.shape)} and {list(sin.shape)}"
             )
-        pointers = [x.data_ptr() for x in (positions, inv_freq, cos, sin)]
-        pointers.append(0 if axes is None else axes.data_ptr())
-        args = AnglesArgs(*pointers, half, positions.stride(0), factor)
+        if axes is not None:
+            _check_axes(axes, positions if shifts is None else shifts, tokens)
+        args = AnglesArgs(
+            *(x.data_ptr() for x in (positions, inv_freq, cos, sin)),
+            None if axes is None else axes.data_ptr(),
+            None if shifts is None else shifts.data_ptr(),
+            half,
+            0 if positions.dim() == 1 else positions.stride(0),
+            0 if shifts is None else shifts.stride(0),
+            factor,
+        )
         self._runtime.run(OpKind.ANGLES, args, tokens, "rope angles")
+
+
+def _check_axes(axes: Tensor, rows: Tensor, tokens: int) -> None:
+    """``rows``: what has a row for each axis."""
+    inner_contiguous(axes, torch.int32, "rope axes")
+    inner_contiguous(rows, rows.dtype, "rope positions")
+    low, high = int(axes.min()), int(axes.max())
+    if rows.shape != (rows.shape[0], tokens) or low < 0 or high >= rows.shape[0]:
+        raise KernelError(
+            f"rope angles: axes {low} to {high} of {tokens} tokens do not fit {list(rows.shape)}"
+        )

@@ -78,9 +78,11 @@ def slope_of(slopes, head, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _masked(score, key, at, end, window, WINDOW: tl.constexpr, BOTH: tl.constexpr):
+def _masked(score, key, at, sees, end, window, WINDOW: tl.constexpr, BOTH: tl.constexpr):
     hidden = (key >= end)[None, :]
-    if not BOTH:
+    if sees is not None:
+        hidden = (key[None, :] >= sees[:, None]) | hidden
+    elif not BOTH:
         hidden = (key[None, :] > at[:, None]) | hidden
     if WINDOW == 2:
         hidden = hidden | (key[None, :] < (at // window * window)[:, None])
@@ -122,7 +124,7 @@ def attend(
     V_DOT: tl.constexpr, V_STRIDES: tl.constexpr,
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, DECODES: tl.constexpr, BOTH: tl.constexpr = False,
+    MASKED: tl.constexpr, DECODES: tl.constexpr, BOTH: tl.constexpr = False, sees=None,
 ):  # fmt: skip
     """Queries ``q [M, BLOCK_D]`` at positions ``at [M]`` see the keys ``begin .. end - 1``.
 
@@ -130,6 +132,7 @@ def attend(
     all these keys. ``best`` (base 2), ``total`` ``[M]`` and ``result [M, BLOCK_D]`` come in as they
     were before these keys and are returned. ``scale`` must be positive. ``slope [M]``: see
     ``slope_of``; ``None``: no linear biases. ``BOTH``: they see keys after them too.
+    ``sees [M]``: how many keys from the first on; ``None``: up to their own.
     ``DECODES``, for one query: all warps share the few rows, so weights are added up by place in
     the tile, and across warps only at the end: three barriers less for each tile.
     """
@@ -163,7 +166,7 @@ def attend(
             distance = tl.abs(key[None, :] - at[:, None]).to(tl.float32)
             score = tl.fma(-distance, slope[:, None], score)
         if MASKED:
-            score = _masked(score, key, at, end, window, WINDOW, BOTH)
+            score = _masked(score, key, at, sees, end, window, WINDOW, BOTH)
         weight, shrink, best = _weights(score, best, factor)
         if DECODES:
             totals = totals * shrink[:, None] + weight

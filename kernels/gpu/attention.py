@@ -85,6 +85,7 @@ class Attention:
         causal: bool = True,
         biases: Tensor | None = None,
         chunked: bool = False,
+        ahead: Tensor | None = None,
     ) -> None:
         assert biases is None
         sides = page_sides(pages, q.shape[2])
@@ -100,8 +101,9 @@ class Attention:
         step = Step(
             q, sides, dots, batch, out, (sinks, slopes), (scale, softcap, window), chunked=chunked
         )
-        if not causal:
-            step.prefill(step.tile if self._fixed else step.prompt_tile, fewest=1, both=True)
+        if not causal or ahead is not None:
+            rows = step.tile if self._fixed else step.prompt_tile
+            step.prefill(rows, fewest=1, both=not causal, ahead=ahead)
             return
         if self._fixed:
             step.prefill(step.tile, fewest=1)
@@ -204,9 +206,11 @@ class Step:
         #: Programs of decode attention with one query that run on a processor at a time.
         self.resident = 3 if slim and fits and not slow else 2
 
-    def prefill(self, rows: int, *, fewest: int, both: bool = False) -> None:
+    def prefill(
+        self, rows: int, *, fewest: int, both: bool = False, ahead: Tensor | None = None
+    ) -> None:
         """Requests with ``fewest`` queries or more, in tiles of ``rows`` rows. ``both``: they see
-        keys after them too."""
+        keys after them too, or as many as ``ahead`` says."""
         batch = self.batch
         rows = max(rows, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
@@ -231,6 +235,7 @@ class Step:
             BLOCK_M=rows,
             UNMIX=self.unmix,
             **({"BOTH": True} if both else {}),
+            **({} if ahead is None else {"ahead": ahead}),
             num_warps=8 if rows == _MANY_ROWS else self.warps,
         )
 

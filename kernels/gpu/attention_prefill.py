@@ -50,11 +50,11 @@ def prefill_kernel(
     CONVERT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
-    BOTH: tl.constexpr = False,
+    BOTH: tl.constexpr = False, ahead=None,
 ):  # fmt: skip
     """Grid (tiles of queries times key heads): requests with ``fewest`` queries or more.
 
-    Tensors as in ``decode_kernel``.
+    Tensors as in ``decode_kernel``; ``ahead``: see ``Ops.attention``.
     """
     after_earlier()
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -94,7 +94,13 @@ def prefill_kernel(
         else:
             last = length
             to = length // BLOCK_N * BLOCK_N
-    begun_by_all = first_seen(last - 1, window, WINDOW)
+    sees = None
+    latest = last - 1
+    if ahead is not None:
+        more = tl.load(ahead + token, mask=real, other=0)
+        sees = tl.minimum(length - count + query + 1 + tl.maximum(more, 0), length)
+        last = tl.max(tl.where(real, sees, 0), axis=0)
+    begun_by_all = first_seen(latest, window, WINDOW)
     since = tl.minimum(tl.cdiv(begun_by_all, BLOCK_N) * BLOCK_N, to)
     for phase in tl.static_range(3):
         low = edge if phase == 0 else since if phase == 1 else to
@@ -107,6 +113,7 @@ def prefill_kernel(
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
                 PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False, BOTH,
+                sees,
             )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:

@@ -170,6 +170,21 @@ def gather_kernel(
         tl.store(out + row * width + second, values, mask=mask)
 
 
+@triton.jit(do_not_specialize=["size"])
+def place_kernel(x, rows, index, width, size, stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows of x, blocks of columns): see ``PlaceRows``."""
+    after_earlier()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row).to(tl.int64)
+    mask = (column < width) & (source >= 0) & (source < size)
+    values = tl.load(rows + source * stride + column, mask=mask, other=0.0)
+    target = x + row * width + column
+    if ADD:
+        values += tl.load(target, mask=mask, other=0.0)
+    tl.store(target, values, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens", "requests"])
 def places_kernel(
     query_start,
@@ -311,6 +326,26 @@ class SelectRows:
         gather("select_rows", x, rows, out, by_row=True)
 
 
+class PlaceRows:
+    """See :meth:`sdk.kernels.ops.Ops.place_rows`; rows that do not exist are none."""
+
+    name = "gpu.place_rows"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, index: Tensor, add: bool) -> None:
+        expect_on_device("place_rows", x, rows, index)
+        if not x.is_contiguous() or rows.stride(1) != 1:
+            raise KernelError(
+                f"place_rows: expected contiguous rows, found {x.stride()} and {rows.stride()}"
+            )
+        tokens, width = x.shape
+        grid = (tokens, triton.cdiv(width, _BLOCK))
+        sizes = width, rows.shape[0], rows.stride(0)
+        run_kernel(place_kernel, grid, x, rows, index, *sizes, ADD=add, BLOCK=_BLOCK)
+
+
 class TakeColumns:
     """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
 
@@ -379,6 +414,7 @@ OPS: dict[str, tuple[Any, ...]] = {
     "gate": (Gate(),),
     **{kind: (Map(kind),) for kind in MAPS},
     "select_rows": (SelectRows(),),
+    "place_rows": (PlaceRows(),),
     "take_columns": (TakeColumns(),),
     "find_places": (Places(),),
 }

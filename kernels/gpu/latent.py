@@ -236,8 +236,9 @@ class LatentAttention:
         out: Tensor,
         causal: bool = True,
         biases: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
-        assert causal and softcap is None and sinks is slopes is biases is None
+        assert causal and softcap is None and sinks is slopes is biases is None and not chunked
         tokens, heads, width = q.shape
         values = out.shape[1] // heads
         side = _key_side(pages, width)

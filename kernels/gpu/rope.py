@@ -171,20 +171,26 @@ def rope_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "axis_stride"])
+@triton.jit(do_not_specialize=["tokens", "axis_stride", "shift_stride"])
 def angles_kernel(
-    positions, inv_freq, cos, sin, axes, factor, tokens, axis_stride,
+    positions, inv_freq, cos, sin, axes, shifts, factor, tokens, axis_stride, shift_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``factor`` times cos and sin of ``float32(position) * inv_freq``. With ``axes`` frequency i
-    turns by the positions of that axis, whose rows are ``axis_stride`` numbers apart."""
+    turns by the positions of that axis, to which its ``shifts`` are added. Strides: from one axis
+    to the next."""
     after_earlier()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < tokens * HALF
-    place = index // HALF
+    token = index // HALF
     if axes is not None:
-        place += tl.load(axes + index % HALF, mask=mask, other=0) * axis_stride
-    position = tl.load(positions + place, mask=mask, other=0).to(tl.float32)
+        axis = tl.load(axes + index % HALF, mask=mask, other=0)
+        place = tl.load(positions + axis * axis_stride + token, mask=mask, other=0)
+        if shifts is not None:
+            place += tl.load(shifts + axis * shift_stride + token, mask=mask, other=0)
+    else:
+        place = tl.load(positions + token, mask=mask, other=0)
+    position = place.to(tl.float32)
     angle = position * tl.load(inv_freq + index % HALF, mask=mask, other=0.0)
     tl.store(cos + index, tl.cos(angle) * factor, mask=mask)
     tl.store(sin + index, tl.sin(angle) * factor, mask=mask)
@@ -290,21 +296,24 @@ class RopeAngles:
         cos: Tensor,
         sin: Tensor,
         axes: Tensor | None = None,
+        shifts: Tensor | None = None,
     ) -> None:
-        expect_on_device("rope angles", positions, inv_freq, cos, sin, axes)
+        expect_on_device("rope angles", positions, inv_freq, cos, sin, axes, shifts)
         tokens, half = cos.shape
         block = 256
         run_kernel(
             angles_kernel,
             (triton.cdiv(tokens * half, block),),
-            positions.contiguous(),
+            positions if positions.stride(-1) == 1 else positions.contiguous(),
             inv_freq,
             cos,
             sin,
             axes,
+            shifts,
             factor,
             tokens,
-            tokens,
+            0 if positions.dim() == 1 else positions.stride(0),
+            0 if shifts is None else shifts.stride(0),
             HALF=half,
             BLOCK=block,
         )

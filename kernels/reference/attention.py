@@ -42,6 +42,7 @@ class Attention:
         causal: bool = True,
         biases: Tensor | None = None,
         chunked: bool = False,
+        ahead: Tensor | None = None,
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
@@ -56,7 +57,12 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 known = position + end - begin if causal else length
-                options = scale, window, softcap, sinks, slopes, causal, biases, chunked
+                ends = None
+                if ahead is not None:
+                    at = torch.arange(position, position + end - begin, device=q.device)
+                    ends = (at + 1 + ahead[begin:end].clamp(min=0)).clamp(max=length)
+                    known = int(ends.max())
+                options = scale, window, softcap, sinks, slopes, causal, biases, chunked, ends
                 view[begin:end] = _tile(q[begin:end], k, v, position, known, *options)
         mixes = pages.k_mixed if pages.latent else pages.v_mixed
         also = pages.head_dim if pages.latent else 0
@@ -97,9 +103,10 @@ def _tile(
     causal: bool,
     biases: Tensor | None,
     chunked: bool,
+    ends: Tensor | None,
 ) -> Tensor:
     """Attention of up to 16 consecutive tokens, the first at ``position``, to the first ``known``
-    tokens: ``[tokens, heads, value_dim]``."""
+    tokens: ``[tokens, heads, value_dim]``. ``ends``: how many of them each token sees."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
@@ -121,6 +128,9 @@ def _tile(
     for begin in range(0, known, KEY_TILE):
         keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
         hidden = (keys > at) if causal else (keys >= known)
+        if ends is not None:
+            rows = torch.nn.functional.pad(ends, (0, QUERY_TILE - tokens)).repeat(group)
+            hidden = keys >= rows.unsqueeze(1)
         if window is not None:
             far = (keys - at).abs() >= window
             hidden = hidden | ((keys < at // window * window) if chunked else far)

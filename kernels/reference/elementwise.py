@@ -46,6 +46,20 @@ class SelectRows:
         torch.index_select(x, 0, rows, out=out)
 
 
+class PlaceRows:
+    """See :meth:`sdk.kernels.ops.Ops.place_rows`."""
+
+    name = "reference.place_rows"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, index: Tensor, add: bool) -> None:
+        own = index >= 0
+        found = rows[index[own].long()]
+        x[own] = x[own] + found if add else found
+
+
 class TakeColumns:
     """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
 

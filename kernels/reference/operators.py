@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.elementwise import MAPS, Map, Places, SelectRows, TakeColumns
+from sdk.kernels.reference.elementwise import (
+    MAPS,
+    Map,
+    PlaceRows,
+    Places,
+    SelectRows,
+    TakeColumns,
+)
 from sdk.kernels.reference.exchange import AllGather, AllReduce, Receive, Send
 from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
 from sdk.kernels.reference.low_rank import LowRank
@@ -50,6 +57,7 @@ def operators() -> dict[str, Sequence[Any]]:
         **{kind: (Map(kind),) for kind in MAPS},
         "rope_angles": (RopeAngles(),),
         "select_rows": (SelectRows(),),
+        "place_rows": (PlaceRows(),),
         "take_columns": (TakeColumns(),),
         "find_places": (Places(),),
         "rope_and_cache": (RopeAndCache(),),

@@ -125,7 +125,8 @@ class RopeAngles:
 
     positions int64 ``[T]`` and inv_freq float32 ``[half]`` -> cos and sin float32 ``[T, half]``:
     ``factor * cos(position * inv_freq)``, the angle rounded to float32. With ``axes``, int32
-    ``[half]``, positions are ``[axes, T]``, and frequency i turns by those of axis ``axes[i]``.
+    ``[half]``, positions are ``[axes, T]``, and frequency i turns by those of axis ``axes[i]``;
+    with ``shifts``, int32 ``[axes, T]``, they are ``[T]``, and the shifts are added.
     """
 
     name = "reference.rope_angles"
@@ -141,7 +142,10 @@ class RopeAngles:
         cos: Tensor,
         sin: Tensor,
         axes: Tensor | None = None,
+        shifts: Tensor | None = None,
     ) -> None:
+        if shifts is not None:
+            positions = positions + shifts
         own = positions.unsqueeze(1) if axes is None else positions[axes.long()].T
         angle = own.to(torch.float32) * inv_freq
         cos.copy_(angle.cos() * factor)

@@ -95,7 +95,8 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     ):
         yield op, (rows(_WIDTH, wide),), {}
     yield "gate", (rows(_WIDTH), rows(_WIDTH)), {"format": "sigmoid"}
-    yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device), None), {}
+    yield "rope_angles", (torch.ones(_HEAD_DIM // 2, device=device), None, None), {}
+    yield "place_rows", (rows(_WIDTH, wide),), {}
     yield "find_places", (16,), {}
     fused = rows((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM).view(2, -1, _HEAD_DIM)
     q, k, v = fused.split_with_sizes([_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
@@ -108,10 +109,11 @@ def usual(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         fields = {"head_dim": _HEAD_DIM, "kv_dtype": pages.dtype}
         yield "rope_and_cache", (q, k, v, cos, pages, None, None), fields
         more = (None, None, None, None, ops.shares_keys)  # window, softcap, sinks, slopes
-        yield "attention", (q, pages, 0.125, *more, True, False), fields
+        yield "attention", (q, pages, 0.125, *more, True, False, False), fields
         if name == "float16":
-            both = (*more, False, False)
+            both, ahead = (*more, False, False, False), (*more, True, False, True)
             yield "attention", (q, pages, 0.125, *both), fields | {"format": "both ways"}
+            yield "attention", (q, pages, 0.125, *ahead), fields | {"format": "ahead"}
     yield from _latent(ops)
     yield "route", (rows(64, wide), 4, SOFTMAX, None), {"format": SOFTMAX.gate}
     yield "group", (torch.zeros(2, 4, dtype=torch.int32, device=device), 64), {}
@@ -133,7 +135,7 @@ def _latent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     latent, cos = q[:, :1, :values], torch.zeros(2, (key - values) // 2, device=ops.device)
     fields = {"head_dim": key, "value_dim": values, "kv_dtype": pages.dtype}
     yield "latent_rope_and_cache", (q, latent, cos, pages, None), fields
-    more = (None, None, None, None, ops.shares_keys, True, False)
+    more = (None, None, None, None, ops.shares_keys, True, False, False)
     yield "attention", (q, pages, 0.125, *more), fields | {"format": "latent"}
 
 

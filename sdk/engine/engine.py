@@ -111,6 +111,8 @@ class Engine:
                 "stop, stop_regex and banned_strings need a tokenizer; this engine has none"
             )
         _check_guidance(job)
+        if job.spec.images:
+            self._check_images(job)
         self._check_token_ids([*job.prompt_token_ids, *(negative or ())])
         specs = self._fan_out(job.spec)
         if job.arrival_time is None:
@@ -131,6 +133,14 @@ class Engine:
             self.scheduler.recorder.added(request)
             self._by_id[request.request_id] = (answers, answer)
         self._unfinished[answers.request_id] = answers
+
+    def _check_images(self, job: Job) -> None:
+        if self.scheduler.images is None:
+            raise RequestError(
+                "images: this engine reads none; the model has no encoder of images that is "
+                'supported, or it was loaded with limit_mm_per_prompt={"image": 0}'
+            )
+        self.scheduler.images.check(job)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         limit = self._vocab_size

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from sdk.api.logprobs import Sampled
 from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
-from sdk.models.vision.image import PromptImage
+from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
@@ -67,7 +67,27 @@ class SequenceSpec:
     negative_of: str | None = None
     #: A float32 array ``[num_prompt_tokens, hidden]`` in place of the prompt's token ids.
     prompt_embeds: Any = field(default=None, compare=False, repr=False)
-    images: tuple[PromptImage, ...] = ()
+    #: The images in the prompt, in its order. Ranks get them without their tiles.
+    images: tuple[PromptImage, ...] = field(default=(), compare=False, repr=False)
+
+
+class EncodedImage(NamedTuple):
+    """An image that is encoded, and the blocks of the image cache that get its rows."""
+
+    image: ImageInput
+    blocks: tuple[int, ...]
+
+
+class Encoding(NamedTuple):
+    """A portion of the work of the tower.
+
+    ``begin``: images that are encoded together from now on; what was not finished is given up.
+    ``units``: how many more layers of groups of tiles run; after the last one the rows are written.
+    0: the run is given up.
+    """
+
+    begin: tuple[EncodedImage, ...]
+    units: int
 
 
 class Frames(NamedTuple):
@@ -195,7 +215,8 @@ class StepPlan(NamedTuple):
     """One step: its rows in batch order, and updates for the ranks.
 
     Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``vacated``,
-    ``new_pages``, ``new_frames``, ``dropped``, ``started``. Then they run the rows.
+    ``new_pages``, ``new_frames``, ``dropped``, ``started``. Then they do ``encoding`` and run the
+    rows.
     """
 
     step_id: int
@@ -219,6 +240,8 @@ class StepPlan(NamedTuple):
     #: Places whose memory has moved to another kind of cache: pages, then frames of each window
     #: group, then slots of states. Their content is lost.
     vacated: tuple[tuple[int, ...], ...] = ()
+    #: What the tower does before the rows run.
+    encoding: Encoding | None = None
 
 
 class StepResult(NamedTuple):
@@ -250,3 +273,5 @@ class StepResult(NamedTuple):
     left_out: Collection[str] = ()
     #: How long the step waited for the masks of structured answers, after the model had run.
     mask_seconds: float = 0.0
+    #: How long the tower worked before the step.
+    encode_seconds: float = 0.0

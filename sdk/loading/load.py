@@ -46,6 +46,7 @@ from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
 from sdk.memory.drafting_heads import next_token_head
+from sdk.memory.images import image_limits
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -104,8 +105,6 @@ class ModelFacts:
     embedding_head: EmbeddingHead | str | None = None
     #: Keys of the config or of the metadata without an effect, because nothing reads them.
     unread_keys: tuple[str, ...] = ()
-    #: Whether the ranks run the model's encoder of images.
-    runs_images: bool = False
 
     def key(self) -> ModelKey:
         """The key of the model's files as they are now."""
@@ -376,6 +375,7 @@ def _scheduler(facts: ModelFacts) -> Scheduler:
         states=memory.states and memory.states._replace(num_slots=runner.num_states),
         page_bytes=memory.page_bytes,
         cache_bytes=memory.kv_cache if runner.device == "cpu" else None,
+        images=image_limits(config, facts.model_config, memory.images),
     )
     scheduler = Scheduler(limits)
     drafting = runner.drafting
@@ -445,6 +445,7 @@ def _runner_config(
         max_adapter_rank=config.max_lora_rank,
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
+        image_rows=0 if memory.images is None else memory.images.rows,
         weight_cache=cache_bytes(config.weight_cache),
         answers_folder=None if device == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),

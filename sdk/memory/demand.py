@@ -13,6 +13,7 @@ from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
 if TYPE_CHECKING:
     from sdk.kernels.scratch import Scratch
+    from sdk.memory.images import ImageMemory
     from sdk.models.config import ModelConfig
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were
@@ -74,7 +75,7 @@ class MemoryDemand:
     replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
     ``windows``: for each window group of the cache the window and the bytes of a frame, which
     ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence.
-    ``row_drafts``: the most draft tokens of one request.
+    ``row_drafts``: the most draft tokens of one request. ``images``: what reading images takes.
     """
 
     weights: WeightBytes
@@ -109,6 +110,7 @@ class MemoryDemand:
     windows: tuple[WindowGroup, ...] = ()
     slot_bytes: int = 0
     row_drafts: int = 0
+    images: ImageMemory | None = None
 
     @property
     def tokenizer(self) -> int:

@@ -46,6 +46,7 @@ def plan_memory(
     demand = _with_recorded_steps(demand, tokens, want_context, limit)
     working = _working_memory(demand, tokens, want_context)
     left = limit - demand.weights.total - sum(working) - demand.tokenizer - demand.adapter_bytes
+    left -= 0 if demand.images is None else demand.images.total
     left = max(left, 0)
     if demand.num_pages is None and kv_budget is not None:
         left = kv_budget
@@ -82,6 +83,7 @@ def plan_memory(
         draft_tokens=demand.draft_tokens,
         drafting_weights=demand.drafting_weights,
         adapters=demand.adapter_bytes,
+        images=demand.images,
     )
     too_few = share.longest * demand.page_size < context
     if too_few or plan.total > limit:

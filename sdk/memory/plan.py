@@ -20,6 +20,7 @@ from sdk.quant.caches import pages_in_window
 
 if TYPE_CHECKING:
     from sdk.api.config import EngineConfig
+    from sdk.memory.images import ImageMemory
 
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
@@ -112,6 +113,7 @@ class MemoryPlan:
     draft_tokens: int = 0
     drafting_weights: int = 0
     adapters: int = 0
+    images: ImageMemory | None = None
     windows: tuple[WindowGroup, ...] = ()
     states: StateSlots | None = None
     row_drafts: int = 0
@@ -141,7 +143,8 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """What serving takes whatever the number of pages, without the tokenizer."""
-        return self.weights + self.workspace + self.graphs + self.scratch + self.adapters
+        images = 0 if self.images is None else self.images.total
+        return self.weights + self.workspace + self.graphs + self.scratch + self.adapters + images
 
     @property
     def serving(self) -> int:
@@ -276,6 +279,8 @@ class MemoryPlan:
             )
         if self.adapters:
             rows.insert(-1, ("adapters", self.adapters, self.largest_adapters))
+        if self.images is not None:
+            rows.insert(-1, ("images", self.images.total, _images_note(self.images)))
         if self.structures:
             rows.insert(-1, ("structures", self.structures, "the vocabulary of structured output"))
         if self.replicas > 1:
@@ -312,6 +317,11 @@ class MemoryPlan:
         small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
         note = f"not part of the total: {count} pages of {types[0]}{small}"
         return format_bytes(count * self.page_bytes), note
+
+
+def _images_note(images: ImageMemory) -> str:
+    tower, work = format_bytes(images.weights), format_bytes(images.workspace)
+    return f"the tower {tower}, its workspace {work}, rows of {images.rows} tokens"
 
 
 def _frames_bytes(group: WindowGroup) -> int:

@@ -25,6 +25,7 @@ from sdk.memory.demand import (
     with_offload,
 )
 from sdk.memory.fitting import plan_memory
+from sdk.memory.images import image_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import (
@@ -132,6 +133,7 @@ def _plan(
     limit = resolve.available_to(config) if budget is None else budget
     weights = weights or weight_bytes(config, checkpoint)
     demand = _demand(config, model, weights, activations, windows=windows)
+    demand = replace(demand, images=image_memory(config, checkpoint, model))
     stages = stage_layers(config, checkpoint, model)
     part = 1.0
     if config.device == "cuda" and config.num_ranks > 1:

@@ -19,7 +19,7 @@ from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
 from sdk.memory.resolve import compute_of, model_config
 from sdk.models.config import ModelConfig
-from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.online import (
     EMBEDDINGS,
     FLOATS,
@@ -90,7 +90,10 @@ def weight_bytes(
 
 
 def _is_of_layers(layers: int, name: str) -> bool:
-    """Whether a tensor is not of multi-token prediction, which comes after the ``layers``."""
+    """Whether a tensor is not of the encoder of images, and not of multi-token prediction, which
+    comes after the ``layers``."""
+    if name.startswith(VISION_ROOT):
+        return False
     found = _AFTER.search(name)
     return found is None or (found[1] is not None and int(found[1]) < layers)
 

@@ -88,7 +88,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         max_model_len=max_model_len,
         chat_template=config.chat_template,
         hidden_size=model.hidden_size if config.enable_prompt_embeds else None,
-        images=image_reader_of(facts) if facts.runs_images else None,
+        images=image_reader_of(facts),
     )
     jobs = JobMaker(
         reader,
@@ -114,16 +114,17 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
 
 
 def image_reader_of(facts: ModelFacts) -> ImageReader | None:
-    """What reads images for a model; None: it has no encoder of them, or prompts may have none.
+    """What reads images for a model; ``None``: the engine reads no images, or no text.
 
     :raises UnsupportedError: the files ask for another way of preprocessing.
     """
     vision = facts.model_config.vision
-    if vision is None or not facts.config.most_images:
+    if facts.plan.images is None or vision is None or facts.tokenizer is None:
         return None
     from sdk.images.processors import image_processor  # with a model that reads images
 
-    whole = {**facts.values.get(WHOLE, facts.values), VISION: facts.values[VISION]}
+    config = facts.headers.config
+    whole = {**config.get(WHOLE, config), VISION: config[VISION]}
     processor = image_processor(whole, facts.headers.processor)
     return ImageReader.of(facts.config, processor, vision.token_id)
 

@@ -179,6 +179,7 @@ def expected(
     slopes: Tensor | None = None,
     causal: bool = True,
     chunked: bool = False,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """The definition, token by token and head by head, in float64."""
     pages, batch = step.pages, step.batch
@@ -193,6 +194,8 @@ def expected(
             if chunked and window is not None:
                 first = last // window * window
             stop = last + 1 if causal else min(length, last + (window or length))
+            if ahead is not None:
+                stop = min(length, stop + int(ahead[token]))
             places = [(int(batch.page_table[r, t // batch.page_size]), t % batch.page_size)
                       for t in range(first, stop)]  # fmt: skip
             for head in range(step.q.shape[1]):
@@ -608,6 +611,21 @@ def test_tokens_that_see_both_ways(window: int | None, fixed: bool, slopes: Tens
     step = make_step([(140, 140), (1, 1), (80, 20)])
     found = step.run(window=window, causal=False, fixed=fixed, slopes=slopes)
     close(found, expected(step, window=window, causal=False, slopes=slopes), 3e-6)
+
+
+@pytest.mark.parametrize(("window", "fixed"), [(None, False), (90, True)])
+def test_spans_that_see_themselves_both_ways(window: int | None, fixed: bool) -> None:
+    """70 tokens of a prompt, a whole prompt, and none: of other requests of the step."""
+    step = make_step([(140, 120), (30, 30), (80, 1)])
+    ahead = torch.zeros(151, dtype=torch.int32)
+    ahead[10:80] = torch.arange(69, -1, -1)
+    ahead[120:150] = torch.arange(29, -1, -1)
+    found = step.run(window=window, fixed=fixed, ahead=ahead)
+    close(found, expected(step, window=window, ahead=ahead), 3e-6)
+    out = torch.empty(151, step.q[0].numel())
+    given = (step.q, step.pages, step.batch, 0.2, window, None, None, None, out)
+    Reference().run(*given, ahead=ahead)
+    close(out.view(found.shape), found.double(), 3e-6)
 
 
 def test_a_window_hides_most_of_a_shared_prefix() -> None:

@@ -72,11 +72,12 @@ def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -
 
 
 def attention(
-    dtype: str, both: bool = False, biased: bool = False, **changed: Any
+    dtype: str, both: bool = False, biased: bool = False, ahead: bool = False, **changed: Any
 ) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own = pages(dtype, **changed)
     slopes = torch.zeros(4) if biased else None
     like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both, False]
+    like.append(ahead)
     return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
 
 
@@ -107,7 +108,7 @@ def latent(dtype: str, op: str) -> tuple[str, Sequence[Any], dict[str, Any]]:
     own, q = latent_pages(dtype), heads(4, 96)
     fields = {"head_dim": 96, "value_dim": 64, "kv_dtype": own.dtype}
     if op == "attention":
-        like = (q, own, 0.2, None, None, None, None, False, True, False)
+        like = (q, own, 0.2, None, None, None, None, False, True, False, False)
         return op, like, {**fields, "format": "latent"}
     return op, (q, heads(1), torch.zeros(2, 16), own, QueryScale(0.1, 16384)), fields
 
@@ -162,12 +163,18 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
     "attention-latent": lambda: latent("float16", "attention"),
     "attention-latent-int8": lambda: latent("int8", "attention"),
     "latent_rope": lambda: latent("fp8", "latent_rope_and_cache"),
-    "rope_angles": lambda: ("rope_angles", (torch.ones(32), None), {}),
+    "rope_angles": lambda: ("rope_angles", (torch.ones(32), None, None), {}),
     "rope_angles-axes": lambda: (
         "rope_angles",
-        (torch.ones(32), torch.zeros(32, dtype=torch.int32)),
+        (torch.ones(32), torch.zeros(32, dtype=torch.int32), None),
         {},
     ),
+    "rope_angles-shifts": lambda: (
+        "rope_angles",
+        (torch.ones(32), *torch.zeros(2, 32, dtype=torch.int32)),
+        {},
+    ),
+    "place_rows": lambda: ("place_rows", (rows(70, F32),), {}),
     "find_places": lambda: ("find_places", (16,), {}),
     **{
         f"rope_and_cache-{t}": (lambda t=t: rope(t))
@@ -182,6 +189,7 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
     },
     "attention-both-ways": lambda: attention("float16", both=True),
+    "attention-ahead": lambda: attention("float16", ahead=True),
     "attention-biased": lambda: attention("float16", biased=True),
     "route": lambda: ("route", (rows(8, F32), 2, SOFTMAX, None), {}),
     "route-sigmoid": lambda: (

@@ -308,6 +308,13 @@ def test_angles_of_three_axes() -> None:
     ReferenceAngles().run(positions, inv_freq, 1.25, *wanted, axes)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-7)
+    shifts = torch.tensor([[0, 0, -90, 9], [3, 0, 1, 2], [5, -6, 0, 77]], dtype=torch.int32)
+    wide = torch.zeros(3, 9, dtype=torch.int32)
+    wide[:, :4] = shifts
+    RopeAngles().run(positions[0], inv_freq, 1.25, *found, axes, wide[:, :4])
+    ReferenceAngles().run(positions[0] + shifts, inv_freq, 1.25, *wanted, axes)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-7)
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [5, 1, 300, 2], [3] * 33])

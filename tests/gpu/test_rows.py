@@ -16,6 +16,7 @@ from sdk.kernels.gpu.elementwise import (
     MAPS,
     Activate,
     Map,
+    PlaceRows,
     SelectRows,
     TakeColumns,
 )
@@ -155,6 +156,18 @@ def test_maps_change_their_rows_in_place(kind: str) -> None:
 def test_a_map_of_rows_apart_is_refused() -> None:
     with pytest.raises(KernelError, match="contiguous rows"):
         Map("scale").run(torch.ones(4, 8)[:, :4], None, 2.0)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_are_placed_where_an_index_says(add: bool) -> None:
+    x, rows = normal(4, 1100), normal(3, 1103)[:, 3:]
+    before, index = x.clone(), torch.tensor([2, -1, 0, 3], dtype=torch.int32)
+    PlaceRows().run(x, rows, index, add)
+    for row, source in ((0, 2), (2, 0)):
+        assert torch.equal(x[row], before[row] + rows[source] if add else rows[source])
+    assert torch.equal(x[[1, 3]], before[[1, 3]])  # none, and one that does not exist
+    with pytest.raises(KernelError, match="contiguous rows"):
+        PlaceRows().run(x[:, :7], rows[:, :7], index, add)
 
 
 def test_rows_and_columns_are_taken_as_they_are() -> None:

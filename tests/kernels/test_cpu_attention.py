@@ -17,6 +17,7 @@ from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES, KVType
+from sdk.kernels.ops import Ops
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVSpec
@@ -155,6 +156,8 @@ def expected(step: Step, **options: Any) -> Tensor:
                 low = position // reach * reach
             if not options.get("causal", True):
                 end = min(position + reach, context)
+            if options.get("ahead") is not None:
+                end = min(end + max(int(options["ahead"][t]), 0), context)
             score = torch.einsum("hd,thd->ht", step.q[t].double(), k[low:end])
             score = score * head_dim**-0.5
             if options.get("softcap"):
@@ -173,6 +176,76 @@ def expected(step: Step, **options: Any) -> Tensor:
     if step.pages.v_mixed:
         out = mixed(out)
     return out.view(tokens, -1)
+
+
+def spans(requests: Sequence[tuple[int, int]], *found: tuple[int, int, int]) -> Tensor:
+    """How far tokens see whose span sees itself both ways: of a request the tokens from the second
+    to the third number."""
+    starts, first, total = [], [], 0
+    for context, new in requests:
+        starts.append(total)
+        first.append(context - new)
+        total += new
+    ahead = torch.zeros(total, dtype=torch.int32)
+    for r, begin, end in found:
+        for t in range(begin, end):
+            ahead[starts[r] + t - first[r]] = end - 1 - t
+    return ahead
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spans_that_see_themselves_both_ways(
+    backend: CpuBackend, cases: Any, dtype: str, window: int | None
+) -> None:
+    """Within and across blocks of keys and tiles of queries, and the bits of each row are those of
+    any other batch or chunk that has the whole span."""
+    requests = ((1, 1), (300, 290), (150, 150), (129, 3), (700, 1))
+    ahead = spans(requests, (1, 40, 50), (1, 100, 290), (2, 0, 150), (3, 126, 129))
+    step = make_step(requests, 6, 2, 32, 16, dtype)
+    (kernel,) = backend.implementations("attention")
+    options = {"window": window, "ahead": ahead}
+    found = attend(kernel, step, **options)
+    assert cases.nmse(found, expected(step, **options)) < NMSE.get(dtype, 1e-12)
+    reference = attend(Attention(), step, **options)
+    assert cases.nmse(reference, found.double()) < 4 * NMSE.get(dtype, 1e-12)
+    plain = attend(kernel, step, window=window)
+    alone = ahead == 0
+    assert torch.equal(found[alone], plain[alone])  # also the last token of each span
+    assert not torch.equal(found, plain)
+    for r, begin, end in ((1, 100, 290), (2, 0, 150), (3, 126, 129)):
+        # the step ends with the span: what comes behind is not in the pages yet
+        rest = [(end, end - begin)]
+        batch, _ = make_batch(rest, 16)
+        batch = replace(batch, page_table=step.batch.page_table[r : r + 1])
+        first = int(step.batch.query_start[r]) + begin - (requests[r][0] - requests[r][1])
+        own = slice(first, first + end - begin)
+        chunk = Step(batch, step.pages, step.q[own])
+        given = {"window": window, "ahead": spans(rest, (0, begin, end))}
+        assert torch.equal(attend(kernel, chunk, **given), found[own])
+
+
+def test_tokens_see_no_further_than_the_pages(backend: CpuBackend) -> None:
+    step = make_step([(40, 40)], 2, 2, 16, 16, "float32")
+    (kernel,) = backend.implementations("attention")
+    far = torch.full((40,), 1 << 30, dtype=torch.int32)
+    whole = attend(kernel, step, causal=False)
+    for one in (kernel, Attention()):
+        assert torch.allclose(attend(one, step, ahead=far), whole, atol=1e-6)
+        none = attend(one, step, ahead=torch.full((40,), -3, dtype=torch.int32))
+        assert torch.equal(none, attend(one, step))
+
+
+def test_what_excludes_tokens_behind(backend: CpuBackend) -> None:
+    step = make_step([(40, 4)], 2, 2, 16, 16, "float32")
+    ahead, ops = torch.zeros(4, dtype=torch.int32), Ops("cpu", backends=["reference"])
+    for other in ({"causal": False}, {"slopes": torch.ones(2)}, {"biases": torch.ones(2, 3)}):
+        with pytest.raises(KernelError, match="tokens that see others behind them"):
+            ops.attention(step.q, step.pages, step.batch, scale=1.0, ahead=ahead, **other)
+    with pytest.raises(KernelError, match=r"attention ahead: expected torch.int32 \[4\]"):
+        ops.attention(step.q, step.pages, step.batch, scale=1.0, ahead=ahead[:3])
+    ops.close()
 
 
 MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))

@@ -12,6 +12,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.norm import Norm
+from sdk.kernels.ops import Ops
 
 WIDTHS = (1, 5, 8, 16, 77, 576, 1000)
 
@@ -260,3 +261,52 @@ def test_wrong_arguments_raise(backend: CpuBackend) -> None:
             take.run(x, torch.tensor([0, 1, 2, bad, 4, 5, 6, 7]).int(), False, out)
     with pytest.raises(KernelError, match="add_norm: expected a contiguous residual"):
         adding.run(x, torch.zeros(8, 2).T, Norm(torch.ones(8), 1e-5), out)
+
+
+@pytest.mark.parametrize("backends", [["reference"], ["cpu"]])
+def test_rows_are_placed_where_an_index_says(backends: list[str]) -> None:
+    """Rows with others between them, as the vectors of one token in the image cache."""
+    ops = Ops("cpu", backends=backends, num_threads=2)
+    wide = torch.randn(50, 3 * 40, generator=torch.Generator().manual_seed(0))
+    rows, x = wide[:, 40:80], torch.randn(300, 40, generator=torch.Generator().manual_seed(1))
+    index = torch.randint(-1, 50, (300,), generator=torch.Generator().manual_seed(2)).int()
+    taken = index >= 0
+    assert taken.any() and not taken.all()
+    wanted = x.clone()
+    wanted[taken] = rows[index[taken].long()]
+    assert torch.equal(ops.place_rows(x.clone(), rows, index), wanted)
+    wanted = x.clone()
+    wanted[taken] += rows[index[taken].long()]
+    assert torch.equal(ops.place_rows(x.clone(), rows, index, add=True), wanted)
+    assert ops.place_rows(x[:0], rows, index[:0]).shape == (0, 40)
+    with pytest.raises(KernelError, match=r"place_rows rows: expected torch.float32 \[any, 40\]"):
+        ops.place_rows(x, wide, index)
+    with pytest.raises(KernelError, match="place_rows index"):
+        ops.place_rows(x, rows, index.long())
+    if backends == ["cpu"]:
+        with pytest.raises(KernelError, match="place_rows: expected contiguous x"):
+            ops.place_rows(wide[:, 40:80], rows, index[:50])
+    ops.close()
+
+
+def test_placing_rows_is_part_of_a_recorded_step() -> None:
+    """A replay reads the index that is there then."""
+    ops = Ops("cpu", num_threads=2)
+    rows = torch.arange(6.0).view(3, 2)
+    index = torch.full((4,), -1, dtype=torch.int32)
+    source = torch.ones(4, 2)
+
+    def step() -> torch.Tensor:
+        return ops.place_rows(ops.add(ops.zeros(4, 2), source), rows, index)
+
+    with torch.inference_mode():
+        graph = ops.recording.capture(step, tokens=4, outputs=4, requests=4)
+    graph.replay(tokens=4, outputs=4, requests=4)
+    assert torch.equal(graph.result, source)
+    index[2] = 1
+    graph.replay(tokens=4, outputs=4, requests=4)
+    assert graph.result.tolist() == [[1, 1], [1, 1], [2, 3], [1, 1]]
+    index[1] = 3
+    with pytest.raises(KernelError, match="lies outside"):
+        graph.replay(tokens=4, outputs=4, requests=4)
+    ops.close()

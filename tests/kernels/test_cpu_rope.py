@@ -216,6 +216,11 @@ def test_each_frequency_turns_by_the_positions_of_its_axis(backends: list[str]) 
     wide[:, 4:11] = positions
     for x, y in zip(ops.rope_angles(wide[:, 4:11], inv_freq, 1.5, axes), found, strict=True):
         assert torch.equal(x, y)
+    shifts = torch.zeros(3, 20, dtype=torch.int32)[:, 4:11]
+    shifts += positions - positions[1]
+    moved = ops.rope_angles(positions[1].contiguous(), inv_freq, 1.5, axes, shifts)
+    for x, y in zip(moved, found, strict=True):
+        assert torch.equal(x, y)
     with pytest.raises(KernelError, match="rope_angles axes"):
         ops.rope_angles(positions, inv_freq, 1.0, axes[:10])
     with pytest.raises(KernelError, match="rope_angles positions"):
@@ -224,6 +229,8 @@ def test_each_frequency_turns_by_the_positions_of_its_axis(backends: list[str]) 
         for wrong in (axes + 1, axes - 1):
             with pytest.raises(KernelError, match="rope angles: axes"):
                 ops.rope_angles(positions, inv_freq, 1.0, wrong)
+            with pytest.raises(KernelError, match="rope angles: axes"):
+                ops.rope_angles(positions[1].contiguous(), inv_freq, 1.0, wrong, shifts)
     ops.close()
 
 

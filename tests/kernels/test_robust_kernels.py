@@ -164,6 +164,14 @@ FLOAT_ARGUMENTS: dict[str, tuple[Callable[[Ops, Tensor], Any], Tensor]] = {
     "scale x": (lambda ops, x: ops.scale(x, 2.0), X),
     "softcap x": (lambda ops, x: ops.softcap(x, 2.0), X),
     "select_rows x": (lambda ops, x: ops.select_rows(x, IDS), X),
+    "place_rows x": (
+        lambda ops, x: ops.place_rows(x, X, torch.full((4,), -1, dtype=torch.int32)),
+        X,
+    ),
+    "place_rows rows": (
+        lambda ops, x: ops.place_rows(X.clone(), x, torch.full((4,), -1, dtype=torch.int32)),
+        X,
+    ),
     "rope_angles inv_freq": (lambda ops, x: ops.rope_angles(IDS, x, 1.0), WEIGHT),
     "sample logits": (lambda ops, x: ops.sampling.argmax(x), X),
     "attention q": (
@@ -278,6 +286,14 @@ def test_indices_outside_of_their_tensor_are_refused(ops: Ops, cases: Any, bad: 
         KernelError, match="select_rows: a token or page id, row, slot or length lies outside"
     ):
         ops.select_rows(X, torch.tensor([0, bad]))
+
+
+@pytest.mark.parametrize("bad", [-2, 4, 2**31 - 1, -(2**31)])
+def test_rows_to_place_outside_of_their_tensor_are_refused(ops: Ops, bad: int) -> None:
+    x, rows = torch.zeros(3, 8), torch.ones(4, 8)
+    with pytest.raises(KernelError, match="place_rows: a token or page id, row, slot or length"):
+        ops.place_rows(x, rows, torch.tensor([0, bad, 1], dtype=torch.int32))
+    assert not x.any()
 
 
 def test_a_replayed_step_refuses_indices_outside_of_their_tensor(ops: Ops, cases: Any) -> None:

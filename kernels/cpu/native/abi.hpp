@@ -308,15 +308,27 @@ struct GateArgs {
 };
 
 // cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32. With `axes`
-// [half] frequency i turns by the position along axis axes[i], positions[axes[i] * axis_stride + t].
+// [half] frequency i turns by the position along axis n = axes[i], positions[n * axis_stride + t], to
+// which shifts[n * shift_stride + t] is added; null: nothing is.
 struct AnglesArgs {
     const int64_t* positions;
     const float* inv_freq;
     float* cos;
     float* sin;
     const int32_t* axes;
-    int64_t half, axis_stride;
+    const int32_t* shifts;
+    int64_t half, axis_stride, shift_stride;
     float factor;
+};
+
+// x[t] becomes rows[index[t]], or with `add` their sum, `width` floats; not where index[t] is -1.
+struct PlaceRowsArgs {
+    float* x;
+    const float* rows;
+    const int32_t* index;
+    int64_t width, row_stride;
+    int64_t size;  // rows of `rows`
+    int32_t add;
 };
 
 // out[t] = x[rows[t]], `width` floats.
@@ -417,6 +429,7 @@ struct AttentionArgs {
     const float* sinks;  // null: none
     const float* slopes;  // of the linear biases, one for each head; null: none
     const float* biases;  // of a key by its distance from the query, [heads][2 reach + 1]; null: none
+    const int32_t* ahead;  // how many tokens behind it each token sees too, [T]; null: none
     uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
@@ -433,6 +446,7 @@ struct AttentionArgs {
     int32_t chunked;
     int32_t value_dim;      // of a value; head_dim is that of a query and a key
     int32_t latent;         // a value is the first value_dim numbers of its key: both sides are those of keys
+    int32_t looks_ahead;    // whether some token of this step sees tokens behind it; set by plan_attention
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each
@@ -821,7 +835,8 @@ enum OpKind {
     kOpRates = 27,
     kOpGatedNorm = 28,
     kOpHeads = 29,
-    kOpKinds = 30,
+    kOpPlaceRows = 30,
+    kOpKinds = 31,
 };
 
 // What a step counts; an operator runs over one of these (row-wise operators: times `per`).

@@ -179,9 +179,10 @@ static void copy_block(const Item& item, int64_t begin, int first, int count, Ke
 // One key block for all rows: merged into the item's states, or left in `split` as records.
 static void attend_block(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
-    int first = 0, count = 0, hi = 0, lo = 0;
+    int first = 0, hi = 0;
     visible(item, begin, 0, &first, &hi);
-    visible(item, begin, item.rows - 1, &lo, &count);
+    const int64_t seen = item.sees - begin;
+    const int count = seen < kBlockKeys ? (int)seen : (int)kBlockKeys;
     if (first >= count) return;
     KeyBlock c;
     c.from = &a->levels[level_of(item.table[begin / a->page_size])];

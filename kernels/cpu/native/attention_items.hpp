@@ -36,6 +36,7 @@ struct Item {
     int head, group, rows;
     int64_t token;           // the item's first row of q and out
     int64_t position;        // of that token in its request
+    int64_t sees;            // the end of the keys that any of its tokens sees
     int64_t context;         // tokens of the request
     int64_t padded, value, record;  // floats of a key, of a value and of a record
     float *keys, *values;    // [head_dim][128], [128][value]: converted copies
@@ -67,6 +68,11 @@ INLINE bool reads_pages(const Item& item, const PageLevel& from) {
 
 // The end of the keys that the token at `position` sees.
 INLINE int64_t keys_end(const Item& item, int64_t position) {
+    if (item.a->looks_ahead) {
+        const int32_t ahead = item.a->ahead[item.token + position - item.position];
+        const int64_t end = position + 1 + (ahead > 0 ? ahead : 0);
+        return end < item.context ? end : item.context;
+    }
     if (!item.a->both_ways) return position + 1;
     const int64_t window = item.a->window;
     return window && window < item.context - position ? position + window : item.context;
@@ -102,6 +108,11 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.q_scales = item.states + item.rows * item.record;
     item.q_sums = (int32_t*)(item.q_scales + item.rows);
     item.q_codes = (int16_t*)(item.q_sums + item.rows * kQuerySums);
+    item.sees = keys_end(item, item.position + t_end - t_begin - 1);
+    for (int64_t t = t_begin; a->looks_ahead && t < t_end; ++t) {
+        const int64_t end = keys_end(item, item.position + t - t_begin);
+        item.sees = end > item.sees ? end : item.sees;
+    }
     return item;
 }
 
@@ -140,8 +151,7 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
         to.begin = (lowest > 0 ? lowest : 0) / kBlockKeys * kBlockKeys;
         to.end = INT64_MAX;
     }
-    const int64_t seen = keys_end(to.item, to.item.position + to.item.rows / to.item.group - 1);
-    to.end = to.end < seen ? to.end : seen;
+    to.end = to.end < to.item.sees ? to.end : to.item.sees;
     return to;
 }
 

@@ -29,10 +29,12 @@ bool tables_in_range(const AttentionArgs* a, int requests) {
 AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     AttentionPlan plan = {0, 0, 0, 0, kOk};
     a->requests = requests;
+    a->looks_ahead = 0;
     if (!tables_in_range(a, requests)) {
         plan.status = kBadIndex;
         return plan;
     }
+    for (int64_t t = 0; a->ahead && t < a->query_start[requests]; ++t) a->looks_ahead |= a->ahead[t] > 0;
     const int group = a->heads / a->kv_heads;
     a->query_tile = group < kQueryRows ? kQueryRows / group : 1;
     a->split_blocks = INT32_MAX;

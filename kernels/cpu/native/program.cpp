@@ -52,6 +52,7 @@ int64_t row_work(const Op& op) {
         case kOpActivation: return 8 * op.activation.width;
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
+        case kOpPlaceRows: return op.place_rows.width;
         case kOpGate: return (op.gate.width + 8) * op.gate.gates;
         case kOpRates: return 16 * op.rates.width;
         case kOpGatedNorm: return 12 * op.gated_norm.width;
@@ -75,6 +76,18 @@ int64_t row_work(const Op& op) {
 void select_rows(const SelectArgs& a, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
         memcpy(a.out + t * a.width, a.x + a.rows[t] * a.width, sizeof(float) * (size_t)a.width);
+}
+
+void place_rows(const PlaceRowsArgs& a, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        if (a.index[t] < 0) continue;
+        const float* row = a.rows + a.index[t] * a.row_stride;
+        float* x = a.x + t * a.width;
+        if (a.add)
+            for (int64_t k = 0; k < a.width; ++k) x[k] += row[k];
+        else
+            memcpy(x, row, sizeof(float) * (size_t)a.width);
+    }
 }
 
 void take_columns(const TakeArgs& a, int64_t begin, int64_t end) {
@@ -150,6 +163,13 @@ bool in_range(const Id* ids, int64_t count, int64_t limit) {
     return fits;
 }
 
+// -1 stands for none.
+bool in_range_or_none(const int32_t* index, int64_t count, int64_t limit) {
+    bool fits = true;
+    for (int64_t i = 0; i < count; ++i) fits &= index[i] >= -1 && index[i] < limit;
+    return fits;
+}
+
 // The same requests over the same pages: the checks and the plan of the previous layer hold.
 bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.context_len == b.context_len &&
@@ -157,7 +177,8 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
            a.value_dim == b.value_dim && a.latent == b.latent && a.page_size == b.page_size &&
-           a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked;
+           a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked &&
+           a.ahead == b.ahead;
 }
 
 }  // namespace
@@ -171,6 +192,7 @@ size_t args_size(int kind) {
         case kOpMap: return sizeof(MapArgs);
         case kOpAngles: return sizeof(AnglesArgs);
         case kOpGate: return sizeof(GateArgs);
+        case kOpPlaceRows: return sizeof(PlaceRowsArgs);
         case kOpSelect: return sizeof(SelectArgs);
         case kOpTake: return sizeof(TakeArgs);
         case kOpRope: return sizeof(RopeArgs);
@@ -361,6 +383,7 @@ Status Runtime::plan_items(Op* op, int64_t requests, Needs* needs) {
         args.requests = needs->planned->requests;
         args.query_tile = needs->planned->query_tile;
         args.split_blocks = needs->planned->split_blocks;
+        args.looks_ahead = needs->planned->looks_ahead;
     } else {
         needs->plan = plan_attention(&args, (int)requests, pool.threads());
         if (needs->plan.status != kOk) return (Status)needs->plan.status;
@@ -445,6 +468,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
                             op->embedding.whole ? op->embedding.whole : op->embedding.w->n);
             break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
+        case kOpPlaceRows: fits = in_range_or_none(op->place_rows.index, n, op->place_rows.size); break;
         case kOpTake: fits = in_range(op->take.order, op->take.width, op->take.width); break;
         case kOpRope: {
             const RopeArgs* last = needs->written;
@@ -588,6 +612,7 @@ void Runtime::rows(const Op& op, Program::Work kind, int64_t begin, int64_t end)
         case kOpRates: kernels->rates(&op.rates, begin, end); break;
         case kOpGatedNorm: kernels->gated_norm(&op.gated_norm, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
+        case kOpPlaceRows: place_rows(op.place_rows, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
         case kOpExperts: quantize_expert_rows(*kernels, op.experts, begin, end); break;

@@ -36,6 +36,7 @@ struct Op {
         GateArgs gate;
         HeadsArgs heads;
         SelectArgs select;
+        PlaceRowsArgs place_rows;
         TakeArgs take;
         RopeArgs rope;
         AttentionArgs attention;

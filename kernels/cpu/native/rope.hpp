@@ -125,7 +125,11 @@ static void rope_angles(const AnglesArgs* a, int64_t t_begin, int64_t t_end) {
     for (int64_t t = t_begin; t < t_end; ++t) {
         float position = (float)a->positions[t];
         for (int64_t i = 0; i < a->half; ++i) {
-            if (a->axes) position = (float)a->positions[a->axes[i] * a->axis_stride + t];
+            if (a->axes) {
+                const int64_t axis = a->axes[i];
+                const int64_t shift = a->shifts ? a->shifts[axis * a->shift_stride + t] : 0;
+                position = (float)(a->positions[axis * a->axis_stride + t] + shift);
+            }
             const float angle = position * a->inv_freq[i];
             a->cos[t * a->half + i] = cosf(angle) * a->factor;
             a->sin[t * a->half + i] = sinf(angle) * a->factor;

@@ -76,6 +76,8 @@ class PrefixStore:
             )
         if request.spec.prompt_embeds is not None:
             raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found embeddings")
+        if request.spec.images:
+            raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found images")
         if request.adapter is not None:
             raise RequestError(
                 f"request {request_id!r}: it runs with an adapter; snapshots of such requests are "

@@ -116,7 +116,7 @@ class Prefixes:
         if request.waits_for is not None or swapped:
             return Prefix(pages, swapped)
         parent = keys[known - 1].digest if known else self._root(request)
-        token_ids = request.token_ids[known * size : num_tokens - 1]
+        token_ids = request.key_ids(known * size, num_tokens - 1)
         tail = self.tails.find(parent, token_ids, known) if tails else None
         return Prefix(pages, swapped, tail)
 
@@ -218,7 +218,7 @@ class Prefixes:
         if not self.tails.any_after(parent):
             return None
         first = index * size
-        token_ids = request.token_ids[first : min(first + size, request.num_tokens - 1)]
+        token_ids = request.key_ids(first, min(first + size, request.num_tokens - 1))
 
         def may_use(tail: Tail) -> bool:
             if groups.states is not None and (
@@ -242,7 +242,7 @@ class Prefixes:
         found, parent, pages = 0, self._root(request), list[int]()
         while (found + 1) * size < request.num_tokens:
             begin = found * size
-            tokens = request.token_ids[begin : begin + size]
+            tokens = request.key_ids(begin, begin + size)
             key = known[found] if found < len(known) else page_key(parent, tokens)
             held = self.pool.match((key,)) or self.swap.match((key,))
             if not held and key.digest not in self.pending:

@@ -64,7 +64,7 @@ class Tails:
         writer = self.writers.get(parent)
         if writer is not None and len(writer.pages) > index:
             first = index * pool.page_size
-            own = writer.token_ids[first : min(first + pool.page_size, writer.num_computed)]
+            own = writer.key_ids(first, min(first + pool.page_size, writer.num_computed))
             common = _common(own, token_ids)
             found.append(Tail(writer.pages[index], common, False, writer))
         for page in self._after.get(parent, ()):
@@ -85,7 +85,7 @@ class Tails:
         is known for its tokens, which may be another one; 0: none is."""
         size = self._pool.page_size
         full = sequence.num_computed // size
-        token_ids = sequence.token_ids[full * size : sequence.num_computed]
+        token_ids = sequence.key_ids(full * size, sequence.num_computed)
         if not token_ids or full != sequence.num_published:
             return 0
         page, parent = sequence.pages[full], sequence.keys[full - 1].digest if full else root

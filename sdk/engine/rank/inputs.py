@@ -19,6 +19,7 @@ from sdk.kernels.states import StateBatch
 from sdk.structured.library import mask_functions
 
 if TYPE_CHECKING:
+    from sdk.engine.rank.images import ImageInputs
     from sdk.engine.rank.step_batch import StepBatch
 
 #: A separate pass over a shared prefix pays off from this number of requests and tokens on. With
@@ -37,6 +38,7 @@ class StepInputs:
     of ``AttentionBatch.work``. ``shift``: token i + ``shift`` is at position i. ``token_types``:
     the model reads ``AttentionBatch.token_types``. ``windows``: how many window groups of the cache
     have memory of their own. ``states``: the model has recurrent states.
+    ``images``: the model sees images.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class StepInputs:
         token_types: bool = False,
         windows: int = 0,
         states: bool = False,
+        images: ImageInputs | None = None,
     ) -> None:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
         self.finds_shared = find_shared
         self._shift = shift
+        #: ``None``: the model sees no images.
+        self.images = images
         width = -(-max_model_len // page_size)
         device = device or torch.device("cpu")
         #: Of the layers that keep all tokens, then one for each window group.
@@ -114,6 +119,9 @@ class StepInputs:
             splits=0 if work is None else work.splits,
             token_types=types if token_types else None,
             states=StateBatch(*state_tensors) if states else None,
+            ahead=None if images is None else images.ahead,
+            image_rows=None if images is None else images.rows,
+            shifts=None if images is None else images.shifts,
         )
         self.attention_batch = self._with_windows(self.attention_batch)
 
@@ -152,6 +160,8 @@ class StepInputs:
                 if pooling is not None and pooling.second_text is not None:
                     self._types[begin + max(pooling.second_text - first, 0) : end] = 1
             self.write_pages(index, request)
+        if self.images is not None:
+            self.images.write(batch.rows, batch.requests)
         self.set_states(batch.rows, batch.requests, batch.state_saves)
         self._output_rows[: len(batch.output_rows)] = batch.output_rows
         if self._adapted or any(row.adapter >= 0 for row in batch.rows):
@@ -312,6 +322,9 @@ class StepInputs:
             slots=whole.slots[:tokens],
             token_types=_first(whole.token_types, tokens),
             states=_first_states(whole.states, requests),
+            ahead=_first(whole.ahead, tokens),
+            image_rows=_first(whole.image_rows, tokens),
+            shifts=None if whole.shifts is None else whole.shifts[:, :tokens],
             **facts,
         )
         if not whole.windows:
@@ -370,6 +383,8 @@ class StepInputs:
         self._shared[0] = 0
         for array in self._states:
             array[:] = 0
+        if self.images is not None:
+            self.images.clear()
         self.sampling.clear_mask_tasks()
         self._buffers.send()
 

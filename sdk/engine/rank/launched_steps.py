@@ -39,7 +39,7 @@ class StepRunner(Protocol):
 class LaunchedStep:
     """A step that was launched."""
 
-    __slots__ = ("_result", "_runner", "launched", "plan", "unwritten")
+    __slots__ = ("_result", "_runner", "encode_seconds", "launched", "plan", "unwritten")
 
     def __init__(
         self,
@@ -47,12 +47,14 @@ class LaunchedStep:
         plan: StepPlan,
         launched: Sequence[LaunchedBatch],
         unwritten: dict[int, str],
+        encode_seconds: float = 0.0,
     ) -> None:
         self._runner = runner
         self._result: StepResult | None = None
         self.plan = plan
         self.launched = launched
         self.unwritten = unwritten
+        self.encode_seconds = encode_seconds
 
     def result(self) -> StepResult:
         """Wait for the step."""

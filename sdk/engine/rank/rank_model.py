@@ -19,6 +19,7 @@ from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, Tensors
+from sdk.models.vision.tower import Tower, build_tower
 from sdk.quant.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class RankModel:
     unused_tensors: list[str]
     #: The engines with the same weights that share the experts and run their steps together.
     lockstep: Lockstep | None = None
+    #: The encoder of images, on ranks that embed tokens; ``None``: the engine reads no images.
+    tower: Tower | None = None
     #: Shows how many kernels of a card are compiled.
     compiling: Compiling | None = None
     #: What the cache of weights does for it; ``None``: it is not to be used.
@@ -74,6 +77,9 @@ class RankModel:
                     layers=layers,
                     shared=None if store is None or store.reason else store.tensors,
                 )
+                tower = None
+                if config.image_rows:
+                    tower = build_tower(checkpoint, mesh, ops, config=values)
             classifier = classifier_of(values)
             size, score_head = model.config.hidden_size, None
             if has_layers(classifier, values.get("model_type")):
@@ -86,7 +92,7 @@ class RankModel:
                 unused = store.loaded(unused)
             undo.pop_all()
         checkpoint.close()
-        return cls(ops, model, classifier, score_head, unused, weight_store=store)
+        return cls(ops, model, classifier, score_head, unused, tower=tower, weight_store=store)
 
     def share(self, config: RunnerConfig, mesh: Mesh, headers: Checkpoint) -> RankModel:
         """The same weights with operators of their own, for another engine in this process."""
@@ -104,8 +110,18 @@ class RankModel:
                 config=values,
                 shared=_tensors(self.model),
             )
+            tower = None
+            if self.tower is not None:
+                tower = build_tower(
+                    headers, mesh, ops, config=values, shared=_tower_tensors(self.tower)
+                )
             undo.pop_all()
-        return replace(self, ops=ops, model=model)
+        return replace(self, ops=ops, model=model, tower=tower)
+
+
+def _tower_tensors(tower: Tower) -> Tensors:
+    found = {path: linear.matrix for path, linear in tower.linears}
+    return Tensors(found, tower.vectors)
 
 
 def _tensors(model: Decoder) -> Tensors:

@@ -11,6 +11,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import SamplerState
 
 if TYPE_CHECKING:
+    from sdk.engine.rank.images import RequestImages
     from sdk.structured.answer import StructuredAnswer
 
 
@@ -22,6 +23,7 @@ class RankRequest:
         "drafted",
         "embeds",
         "frames",
+        "images",
         "initial_slot",
         "negative",
         "num_computed",
@@ -57,6 +59,8 @@ class RankRequest:
         #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
         self.uses_hidden = spec.kind == "embed" or spec.params.prompt_logprobs is not None
         self.pooler = Pooler(spec.pooling or LAST_TOKEN) if spec.kind == "embed" else None
+        #: Set where the model sees images.
+        self.images: RequestImages | None = None
         self.embeds: Tensor | None = None
         if spec.prompt_embeds is not None:
             self.embeds = torch.from_numpy(spec.prompt_embeds)

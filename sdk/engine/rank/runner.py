@@ -19,6 +19,7 @@ from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.experts import MovingExperts, all_record
 from sdk.engine.rank.forward import ForwardPasses
+from sdk.engine.rank.images import ImageCache, ImageInputs
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
@@ -40,6 +41,7 @@ from sdk.engine.rank.step_batch import (
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.sampling.sampler import Sampler
 from sdk.structured.library import GrammarError
@@ -88,6 +90,10 @@ class ModelRunner:
         self.sampler = Sampler(facts.vocab_size, self.ops)
         #: The most draft tokens of a step.
         self.max_drafts = config.max_draft_tokens
+        #: The rows of images, on ranks that embed tokens.
+        self.images: ImageCache | None = None
+        if weights.tower is not None:
+            self.images = ImageCache(weights.tower, config.image_rows, self.ops)
         heads, spec = mesh.heads(facts.num_heads, facts.num_kv_heads).count, self.kv.spec
         self._inputs = StepInputs(
             config.max_num_batched_tokens,
@@ -101,7 +107,10 @@ class ModelRunner:
             token_types=facts.token_types > 0,
             windows=len(spec.windows),
             states=config.num_states > 0,
+            images=self._image_inputs(),
         )
+        if self.images is not None and isinstance(self.model, Decoder):
+            self.model.images = self.images.rows
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
         self._passes.lockstep = weights.lockstep
@@ -124,6 +133,14 @@ class ModelRunner:
         if not config.enforce_eager:
             self.record()
             self.capture_all()
+
+    def _image_inputs(self) -> ImageInputs | None:
+        """``None``: this engine reads no images."""
+        config, vision = self.config, self.model.config.vision
+        if not config.image_rows or vision is None:
+            return None
+        most, device = config.max_num_batched_tokens, self.ops.device
+        return ImageInputs(vision, most, device, self.images)
 
     def _make_adapters(self, config: RunnerConfig) -> RankAdapters:
         from sdk.engine.rank.adapters import rank_adapters
@@ -217,6 +234,9 @@ class ModelRunner:
         if self.drafting is not None:
             self.drafting.prepare(plan)
         unwritten = self._update(plan)
+        encode_seconds = 0.0
+        if plan.encoding is not None and self.images is not None:
+            encode_seconds = self.images.encode(plan.encoding)
         requests = [self._requests[row.request_id] for row in plan.rows]
         launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
@@ -227,7 +247,7 @@ class ModelRunner:
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.ran(row.num_scheduled_tokens, len(row.drafts))
-        self._last_step = LaunchedStep(self, plan, launched, unwritten)
+        self._last_step = LaunchedStep(self, plan, launched, unwritten, encode_seconds)
         return self._last_step
 
     def join_step(self, rebalance: bool = False) -> int:
@@ -278,6 +298,8 @@ class ModelRunner:
         for start in plan.started:
             request = RankRequest(start, len(self.kv.spec.windows))
             self._requests[start.request_id] = request
+            if self._inputs.images is not None:
+                self._inputs.images.prepare(request)
             if request.spec.negative_of is not None:
                 self._requests[request.spec.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
@@ -301,7 +323,8 @@ class ModelRunner:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()
-        return StepResult(plan.step_id, *result, step.unwritten, left_out, waited)
+        times = waited, step.encode_seconds
+        return StepResult(plan.step_id, *result, step.unwritten, left_out, *times)
 
     def _sample(self, launched: LaunchedBatch, result: Results) -> None:
         """Append the sampled tokens and the accepted drafts to the requests of a batch."""

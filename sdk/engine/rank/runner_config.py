@@ -103,6 +103,10 @@ class RunnerConfig:
     answers_folder: Path | None = None
     #: Engines like this one that compute on this machine: the replicas of a model.
     engines_here: int = 1
+    #: Rows of the image cache; 0: the tower is not loaded.
+    image_rows: int = 0
+    #: The file of the tower of a GGUF model: see :func:`sdk.loaders.open.open_checkpoint`.
+    mmproj: str | bool | None = None
 
     def layers_of(self, stage: int) -> range | None:
         """The layers of a stage; ``None``: all of them."""

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sdk.api.outputs import RequestEvent
+from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.prefixes import Prefix, Prefixes
 from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
+from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
@@ -26,6 +28,8 @@ class PromptBudget:
     tokens: int
     scoring: int
     patient: int = sys.maxsize
+    #: What a step may run at most, where it must run more than it should.
+    hard: int = 0
 
     def most(self, request: Request) -> int:
         """How many of them ``request`` may run."""
@@ -38,11 +42,29 @@ class PromptBudget:
 
     def take(self, request: Request, num_tokens: int) -> None:
         """``request`` runs this many. With an urgent one no others run, which would delay it."""
-        self.tokens -= num_tokens
+        self.tokens = max(self.tokens - num_tokens, 0)
+        self.hard -= num_tokens
         if request.scores_prompt:
             self.scoring -= num_tokens
         if self.patient < sys.maxsize:
             self.patient = 0 if request.urgent else self.patient - num_tokens
+
+
+def tokens_of(
+    request: Request, budget: PromptBudget, images: Images | None, groups: Groups | None
+) -> int:
+    """How many tokens of a started prompt run next: within the budget, up to an image that has no
+    rows yet, and as far as there are frames for them."""
+    most = budget.most(request)
+    if images is not None and most and request.spec.images:
+        most = images.most_tokens(request, most, budget.hard)
+        images.touch(request)
+    if most and groups is not None:
+        fits = groups.most_tokens(request, most)
+        if images is not None and fits < most and request.spec.images:
+            fits = images.most_tokens(request, fits, fits)
+        most = fits
+    return most
 
 
 class Admission:
@@ -68,8 +90,10 @@ class Admission:
         prefixes: Prefixes,
         recorder: Recorder,
         adapters: AdapterSlots | None = None,
+        images: Images | None = None,
     ) -> None:
         self._config = config
+        self._images = images
         self._queues = queues
         self._prefixes = prefixes
         self._recorder = recorder
@@ -132,9 +156,8 @@ class Admission:
             queues.waiting.remove(request)
             self._start(request, found, num_computed, now)
             spare += self._may_grow(request)
-            if groups is not None:
-                most = groups.most_tokens(request, most)
-            shares = share(request, most)
+            most = tokens_of(request, budget, self._images, groups)
+            shares = share(request, most) if most else []
             num = sum(num for _, num in shares)
             if groups is not None:
                 for sequence, count in shares:

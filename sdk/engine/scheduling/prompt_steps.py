@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.engine.pages.groups import Groups
-from sdk.engine.scheduling.admission import Admission, PromptBudget
+from sdk.engine.plan import Encoding
+from sdk.engine.scheduling.admission import Admission, PromptBudget, tokens_of
+from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
@@ -29,22 +31,45 @@ class PromptSteps:
         queues: RequestQueues,
         admission: Admission,
         groups: Groups | None = None,
+        images: Images | None = None,
     ) -> None:
         self._config = config
+        self._images = images
         self._groups = groups
         self._queues = queues
         self._admission = admission
 
     def plan(
-        self, prefills: Sequence[Request], tokens: int, decodes: bool, *, may_start: bool
-    ) -> tuple[list[tuple[Request, int]], list[Request]]:
-        """Sequences with the tokens that each runs, at most ``tokens``, and the requests started.
+        self, prefills: Sequence[Request], tokens: int, hard: int, decodes: bool, *, may_start: bool
+    ) -> tuple[list[tuple[Request, int]], list[Request], Encoding | None]:
+        """Sequences with the tokens that each runs, the requests started, and what the tower does.
 
-        ``prefills``: running prompts, in order. ``decodes``: whether other requests decode.
+        ``prefills``: running prompts, in order. ``tokens``: how many of them should run at most;
+        ``hard``: how many may, where a step must have more. ``decodes``: whether other requests
+        decode; then a step has tokens of prompts or a portion of the tower's work, in turns.
         ``may_start``: whether waiting requests may start.
         """
+        images, queues = self._images, self._queues
+        if images is None:
+            return *self._plan(prefills, tokens, hard, decodes, may_start=may_start), None
+        parts: list[tuple[Request, int]] = []
+        started: list[Request] = []
+        turn = decodes and not images.encoded_last and images.is_due(queues.running)
+        if not turn:
+            parts, started = self._plan(prefills, tokens, hard, decodes, may_start=may_start)
+        encoding = None
+        if turn or not (decodes and parts):
+            encoding = images.plan(queues.running, queues.waiting)
+        images.encoded_last = turn or encoding is not None
+        return parts, started, encoding
+
+    def _plan(
+        self, prefills: Sequence[Request], tokens: int, hard: int, decodes: bool, *, may_start: bool
+    ) -> tuple[list[tuple[Request, int]], list[Request]]:
+        """See :meth:`plan`."""
         queues, budget = self._queues, self._budget(tokens, decodes)
-        groups = self._groups
+        budget.hard = hard
+        groups, images = self._groups, self._images
         parts: list[tuple[Request, int]] = []
         started: list[Request] = []
 
@@ -57,9 +82,7 @@ class PromptSteps:
         for request in prefills:
             if queues.policy.preemptive:
                 admit(request)
-            most = budget.most(request)
-            if most and groups is not None:
-                most = groups.most_tokens(request, most)
+            most = tokens_of(request, budget, images, groups)
             shares = share(request, most) if most else ()
             for part in shares:
                 if groups is not None:

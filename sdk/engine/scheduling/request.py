@@ -19,10 +19,12 @@ from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.timeline import RequestEvent, with_event
 from sdk.engine.job import Job
 from sdk.engine.pages.frames import Held
+from sdk.engine.pages.image_keys import key_ids
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.pages.states import WorkingState
 from sdk.engine.plan import Frames, RequestStart, SequenceSpec
 from sdk.engine.scheduling.results import ResultReservation
+from sdk.models.vision.image import PromptImage
 
 _NEGATIVE_PARAMS = SamplingParams()
 
@@ -87,6 +89,7 @@ class Request:
         "is_complete",
         "is_drafted",
         "job",
+        "key_prompt",
         "keys",
         "last_token_ts",
         "mask_seconds",
@@ -132,6 +135,8 @@ class Request:
         """``spec``: of this answer, if the job has several (default: that of the job)."""
         self.job = job
         self.spec = spec = job.spec if spec is None else spec
+        if spec.images:  # ranks get the tiles once, to encode them
+            self.spec = replace(spec, images=tuple(map(_without_tiles, spec.images)))
         self.request_id, self.params = spec.request_id, spec.params
         self.priority = self.params.priority if job.priority is None else job.priority
         self.arrival_time = job.arrival_time or 0.0
@@ -145,6 +150,8 @@ class Request:
         self.negative = self._make_negative()
         self.token_ids = list(job.prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
+        # The prompt's ids in keys, if they are not its token ids.
+        self.key_prompt = key_ids(self.token_ids, spec.images) if spec.images else None
         self.num_computed = 0
         self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
         self.num_prompt_scored = 0  # prompt_logprobs reported so far
@@ -296,11 +303,22 @@ class Request:
             -1 if self.state is None else self.state.initial,
         )
 
+    def key_ids(self, begin: int, end: int) -> list[int]:
+        """The ids in keys of tokens ``begin`` to ``end``: see ``image_keys.py``."""
+        if self.key_prompt is None:
+            return self.token_ids[begin:end]
+        known = self.key_prompt[begin:end]
+        return known + self.token_ids[max(begin, self.num_prompt_tokens) : end]
+
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:
         """Compute the chained keys of the first ``num_pages`` pages, all of them full."""
-        keys, tokens = self.keys, self.token_ids
+        keys = self.keys
         parent = keys[-1].digest if keys else root
         for start in range(len(keys) * page_size, num_pages * page_size, page_size):
-            key = page_key(parent, tokens[start : start + page_size])
+            key = page_key(parent, self.key_ids(start, start + page_size))
             keys.append(key)
             parent = key.digest
+
+
+def _without_tiles(one: PromptImage) -> PromptImage:
+    return one._replace(image=one.image._replace(tiles=()))

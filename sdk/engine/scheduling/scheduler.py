@@ -50,12 +50,13 @@ from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
-from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
+from sdk.engine.plan import Encoding, RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.recorder import Recorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
 from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.engine.scheduling.prompt_steps import PromptSteps
@@ -118,8 +119,11 @@ class Scheduler:
             self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
-        self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
-        self._prompts = PromptSteps(config, self.queues, self.admission, self.groups)
+        #: ``None``: prompts have no images.
+        self.images = None if config.images is None else Images(config.images)
+        shared = self.queues, self.prefixes, recorder, self.adapters, self.images
+        self.admission = Admission(config, *shared)
+        self._prompts = PromptSteps(config, self.queues, self.admission, self.groups, self.images)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
@@ -236,6 +240,8 @@ class Scheduler:
                 drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
+        if self.images is not None and batches and batches[0].plan.encoding is not None:
+            self.images.learn(result.encode_seconds)
         updates = self.committer.commit(result, self.pages_ahead)
         if not self.queues.unfinished:  # the time until the next request comes does not count
             self._end_steps()
@@ -263,7 +269,7 @@ class Scheduler:
         prefills: list[Request] = []
         complete = self._plan_decodes(decodes, new_pages, prefills, busy)
         num_decodes = len(decodes)
-        budget = self.config.max_num_batched_tokens - num_decodes
+        budget = most = self.config.max_num_batched_tokens - num_decodes
         if most_tokens is not None and self.config.enable_chunked_prefill:
             # a request with a negative prompt starts with a token of each of its two sequences
             budget = min(budget, max(most_tokens - num_decodes, 2))
@@ -276,11 +282,13 @@ class Scheduler:
                 self.drafts, decodes, new_pages, budget // 2 if has_prompts else budget
             )
             budget -= num_drafts
-        parts, joined = self._prompts.plan(prefills, budget, bool(decodes), may_start=complete)
+        parts, joined, encoding = self._prompts.plan(
+            prefills, budget, most - num_drafts, bool(decodes), may_start=complete
+        )
         started += [sequence.start() for request in joined for sequence in request.sequences]
         self._begin_steps(num_decodes, parts)
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
-        if busy and not (rows or new_pages):
+        if busy and not (rows or new_pages or encoding):
             return None
         for request in queues.take_rewound():
             started += [sequence.start() for sequence in request.sequences]
@@ -290,7 +298,7 @@ class Scheduler:
                 self._num_looked = queues.num_added
                 self.prefixes.look_ahead(islice(queues.waiting, _LOOK_AHEAD))
             self.groups.plan_saves(rows)
-        batch = self._launch(rows, started, new_pages, num_decodes)
+        batch = self._launch(rows, started, new_pages, num_decodes, encoding)
         # a request with a negative prompt has two rows, so equal numbers may be a coincidence
         alone = 0 < num_decodes == len(queues.running) and not any(
             request.negative is not None for request in queues.running
@@ -335,6 +343,7 @@ class Scheduler:
         started: list[RequestStart],
         new_pages: list[tuple[str, tuple[int, ...]]],
         num_decodes: int,
+        encoding: Encoding | None,
     ) -> Batch:
         """A batch, in flight from now on."""
         self._num_steps += 1
@@ -347,6 +356,7 @@ class Scheduler:
             tuple(new_pages),
             tuple(self.queues.take_dropped()),
             self.pool.take_copies(),
+            encoding=encoding,
         )
         if self.groups is not None:
             plan = self.groups.complete(plan)
@@ -543,6 +553,8 @@ class Scheduler:
         """
         self.queues.drop_again([name for plan in plans for name in plan.dropped])
         self.prefixes.undo([one for plan in plans for one in plan.copies])
+        if self.images is not None:
+            self.images.undo(plan.encoding for plan in plans)
         self._in_flight.batches.clear()
         self._in_flight.stop_repeating()
         while self.queues.running:

@@ -9,6 +9,7 @@ from sdk.api.errors import RequestError
 from sdk.api.scheduling_policy import POLICIES, PolicyName, SchedulingPolicy
 from sdk.engine.pages.frames import WindowGroup as WindowGroup
 from sdk.engine.pages.states import StateSlots as StateSlots
+from sdk.engine.scheduling.image_limits import ImageLimits
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 
@@ -66,6 +67,8 @@ class SchedulerConfig:
     page_bytes: int = 0
     #: What pages, frames and slots may take together. ``None``: each kind as many as it has places.
     cache_bytes: int | None = None
+    #: The tower of a model that sees images; ``None``: there is none.
+    images: ImageLimits | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -86,6 +89,11 @@ class SchedulerConfig:
                 f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
             )
         self._check_groups()
+        if self.images is not None and not self.enable_chunked_prefill:
+            raise RequestError(
+                "enable_chunked_prefill: expected True for a model that sees images, found False; "
+                'or set limit_mm_per_prompt={"image": 0}'
+            )
 
     @property
     def has_groups(self) -> bool:

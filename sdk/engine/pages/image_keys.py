@@ -1,0 +1,34 @@
+"""The tokens of images in the keys of pages.
+
+Prefixes are found by their token ids, but the placeholders of all images have one id. So in keys
+and tails a row of an image counts as a number outside of every vocabulary, made of the image's
+digest and the row's number: the same image after the same tokens is a hit, another one is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from sdk.models.vision.image import PromptImage
+
+_MASK = (1 << 62) - 1
+
+
+def image_ids(digest: bytes, count: int) -> list[int]:
+    """Negative numbers for the rows of an image: each of 62 bits of a hash of its digest."""
+    found = array("q")
+    found.frombytes(hashlib.shake_128(digest).digest(8 * count))
+    return [~(number & _MASK) for number in found]
+
+
+def key_ids(token_ids: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
+    """The ids of a prompt in keys."""
+    found = list(token_ids)
+    for image, spans in images:
+        ids, row = image_ids(image.digest, image.num_tokens), 0
+        for first, count in spans:
+            found[first : first + count] = ids[row : row + count]
+            row += count
+    return found

@@ -1,0 +1,187 @@
+"""Images on one rank: the rows that its tower makes, and what a step reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdk.engine.plan import Encoding, SequenceSpec, StepRow
+from sdk.engine.rank.request import RankRequest
+from sdk.engine.rank.step_buffers import Buffers
+from sdk.engine.scheduling.image_limits import BLOCK_ROWS
+from sdk.kernels.dataclass import dataclass
+from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.models.vision.image import PromptImage
+
+if TYPE_CHECKING:
+    from sdk.kernels.ops import Ops
+    from sdk.models.vision.config import VisionConfig
+    from sdk.models.vision.tower import Tower, TowerRun
+
+_Ints = NDArray[np.int32]
+
+
+class ImageCache:
+    """The rows of images, in blocks that the scheduler hands out, and the tower that makes them.
+
+    ``rows``: float32 ``[number of rows, features * hidden]``, at a fixed place.
+    """
+
+    def __init__(self, tower: Tower, num_rows: int, ops: Ops) -> None:
+        self._tower = tower
+        width = tower.config.features * tower.config.hidden_size
+        self.rows: Tensor = ops.empty(num_rows, width)
+        #: By digest: the rows of the cache that an image has.
+        self._index: dict[bytes, _Ints] = {}
+        self._owners: dict[int, bytes] = {}  # by block
+        self._run: TowerRun | None = None
+        self._images: list[tuple[bytes, _Ints]] = []  # of the run
+
+    def encode(self, work: Encoding) -> float:
+        """Do a portion of the tower's work; how many seconds it took."""
+        begin = perf_counter()
+        if work.begin or not work.units:
+            self._run, self._images = None, []
+        if work.begin:
+            self._begin(work)
+        if self._run is not None and self._run.advance(work.units):
+            self._store(self._run.rows())
+        return perf_counter() - begin
+
+    def _begin(self, work: Encoding) -> None:
+        for image, blocks in work.begin:
+            for block in blocks:  # an image that was evicted
+                self._index.pop(self._owners.pop(block, b""), None)
+            known = [block for block, owner in self._owners.items() if owner == image.digest]
+            for block in known:  # given up, or evicted and not yet overwritten
+                del self._owners[block]
+            self._owners.update(dict.fromkeys(blocks, image.digest))
+            rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS))
+            self._images.append((image.digest, rows.ravel()[: image.num_tokens].astype(np.int32)))
+        self._run = self._tower.begin([image for image, _ in work.begin])
+
+    def _store(self, found: Sequence[Tensor]) -> None:
+        with torch.inference_mode():
+            for (digest, index), rows in zip(self._images, found, strict=True):
+                self.rows[torch.from_numpy(index).long().to(self.rows.device)] = rows
+                self._index[digest] = index
+        self._run, self._images = None, []
+
+    def index_of(self, digest: bytes) -> _Ints:
+        """The rows of the cache that an encoded image has, int32 ``[num_tokens]``."""
+        return self._index[digest]
+
+
+@dataclass(slots=True)
+class RequestImages:
+    """What a rank knows of the images of a request, token by token of the prompt.
+
+    ``ahead``, ``shifts``: see :class:`sdk.kernels.batch.AttentionBatch`; the latter of the prompt,
+    int32 ``[axes, num_prompt]``, and ``shift`` that of all tokens behind the images.
+    """
+
+    images: tuple[PromptImage, ...]
+    ahead: _Ints | None
+    shifts: _Ints | None
+    shift: int = 0
+
+
+def images_of(spec: SequenceSpec, num_prompt: int, config: VisionConfig) -> RequestImages:
+    """The images of a request that has some."""
+    ahead = shifts = None
+    shift = 0
+    if config.both_ways is not None:
+        ahead = np.zeros(num_prompt, np.int32)
+        for one in spec.images:
+            for first, count in one.spans:
+                ahead[first : first + count] = np.arange(count - 1, -1, -1)
+    if config.axes is not None:
+        shifts = np.zeros((3, num_prompt), np.int32)
+        for one in spec.images:
+            for (first, count), (_, columns) in zip(one.spans, one.image.grids, strict=True):
+                at = np.arange(count)
+                own = shifts[:, first : first + count]
+                own[:] = shift - at
+                own[1] += at // columns
+                own[2] += at % columns
+                shift += max(-(-count // columns), columns) - count
+                shifts[:, first + count :] = shift
+    return RequestImages(spec.images, ahead, shifts, shift)
+
+
+class ImageInputs:
+    """The inputs of a step about images, in fixed buffers: see ``AttentionBatch``.
+
+    ``cache``: ``None`` on ranks that embed no tokens.
+    """
+
+    def __init__(
+        self, config: VisionConfig, max_tokens: int, device: torch.device, cache: ImageCache | None
+    ) -> None:
+        self.config, self._cache = config, cache
+        axes = 0 if config.axes is None else 3
+        self._buffers = Buffers(
+            device,
+            (np.int32, (max_tokens,)),
+            (np.int32, (max_tokens,)),
+            (np.int32, (max(axes, 1), max_tokens)),
+        )
+        self._rows, self._ahead, self._shifts = self._buffers.arrays
+        rows, ahead, shifts = self._buffers.tensors
+        self._rows[:] = -1
+        self._written = 0  # tokens at the beginning that may not be text's
+        self.rows: Tensor | None = None if cache is None else rows
+        self.ahead: Tensor | None = None if config.both_ways is None else ahead
+        self.shifts: Tensor | None = shifts if axes else None
+        self._buffers.send()
+
+    def prepare(self, request: RankRequest) -> None:
+        """A request is new to the rank."""
+        if request.spec.images:
+            request.images = images_of(request.spec, request.num_prompt, self.config)
+
+    def clear(self) -> None:
+        """All tokens of the step are text of prompts without images."""
+        if self._written:
+            self._rows[: self._written] = -1
+            self._ahead[: self._written] = 0
+            self._shifts[:, : self._written] = 0
+            self._written = 0
+            self._buffers.send()
+
+    def write(self, rows: Sequence[StepRow], requests: Sequence[RankRequest]) -> None:
+        """Write the step of these rows."""
+        self.clear()
+        if all(request.images is None for request in requests):
+            return
+        end = 0
+        for row, request in zip(rows, requests, strict=True):
+            begin, end = end, end + row.num_scheduled_tokens
+            if request.images is not None:
+                self._write(request.images, request.num_computed, begin, end)
+        self._written = end
+        self._buffers.send()
+
+    def _write(self, own: RequestImages, first: int, begin: int, end: int) -> None:
+        """The tokens ``begin`` to ``end`` of the step are those of a request from ``first`` on."""
+        last = first + end - begin
+        for one in own.images if self._cache is not None else ():
+            row = 0
+            for start, count in one.spans:
+                low, high = max(start, first), min(start + count, last)
+                if low < high:
+                    index = self._cache.index_of(one.image.digest)  # type: ignore[union-attr]
+                    part = index[row + low - start : row + high - start]
+                    self._rows[begin + low - first : begin + high - first] = part
+                row += count
+        if own.ahead is not None:
+            part = own.ahead[first:last]
+            self._ahead[begin : begin + len(part)] = part
+        if own.shifts is not None:
+            known = own.shifts[:, first:last]
+            self._shifts[:, begin : begin + known.shape[1]] = known
+            self._shifts[:, begin + known.shape[1] : end] = own.shift
