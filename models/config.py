@@ -90,6 +90,7 @@ class ModelConfig:
     token keeps, and there is one key head.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``vision``: its encoder of images, if it has one that is supported.
+    ``activation_slope``: of an MLP without a gate: it computes ``act(slope * x) / slope``.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -145,6 +146,7 @@ class ModelConfig:
     latent: LatentSpec | None = None
     chunked_windows: bool = False
     vision: VisionConfig | None = None
+    activation_slope: float = 1.0
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.models.config_fields import (
@@ -25,6 +25,8 @@ MAX_SIDE = 1 << 16
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+QUICK_GELU = 1.702
 
 Color = tuple[float, float, float]
 
@@ -71,6 +73,11 @@ class VisionConfig:
     #: Patches of each side of a window, the sequences of all layers but ``full``; 0: all are full.
     window: int = 0
     full: tuple[int, ...] = ()
+    projector_norm: bool = False
+    #: Features between the matrices of the MLP after the tower; 0: those of a token.
+    projector_width: int = 0
+    #: Each tile begins with a token of the class, which the text does not read.
+    class_token: bool = False
 
     @property
     def features(self) -> int:
@@ -87,6 +94,7 @@ def encoder_config(
     heads: str = "num_attention_heads",
     depth: str = "num_hidden_layers",
     attention_bias: bool = True,
+    output_bias: bool | None = None,
     mlp_bias: bool = True,
     rotary_dim: int | None = None,
     theta: float = 10000.0,
@@ -102,6 +110,7 @@ def encoder_config(
 
     hidden, count = fields.count("hidden_size", MAX_WIDTH), fields.count(heads, MAX_WIDTH)
     number = fields.count(depth, MAX_LAYERS)
+    quick = activation == "quick_gelu"  # x * sigmoid(1.702 x)
     if hidden % count and not fields.has("head_dim"):
         fields.fail(heads, f"a divisor of hidden_size {hidden}", count)
     head_dim = fields.count("head_dim", 4096, default=hidden // count)
@@ -116,7 +125,8 @@ def encoder_config(
         num_kv_heads=count,
         head_dim=head_dim,
         norm_eps=eps,
-        activation=activation_named(activation, "hidden_act"),
+        activation=activation_named("silu" if quick else activation, "hidden_act"),
+        activation_slope=QUICK_GELU if quick else 1.0,
         max_position=MAX_SIDE,
         ropes=(turns,),
         rope_of_layer=(0,) * number,
@@ -128,7 +138,7 @@ def encoder_config(
         residual_scale=1.0,
         logits_scale=1.0,
         attention_bias=attention_bias,
-        output_bias=attention_bias,
+        output_bias=attention_bias if output_bias is None else output_bias,
         mlp_bias=mlp_bias,
         down_bias=mlp_bias,
         tie_word_embeddings=True,
@@ -187,7 +197,9 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool) -> tuple[int, ...]:
+def text_axes(
+    whole: Fields, text: Fields, default: tuple[int, int, int], *, interleaved: bool
+) -> tuple[int, ...]:
     """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
 
     Sections say how many turn by time, row and column: one section after the other, or taking
@@ -197,7 +209,8 @@ def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool)
     """
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = Fields(text.mapping(key), f"config: {key}")
-    sections = rope.values.get("mrope_section", default)
+    stated = whole.values.get("mrope_section", default)  # of a GGUF file
+    sections = rope.values.get("mrope_section", stated)
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
         rope.fail("mrope_section", "3 numbers of frequencies", sections)
@@ -212,3 +225,13 @@ def square_tiles(vision: Fields) -> tuple[int, int]:
     if image < patch:
         vision.fail("image_size", f"at least one patch of {patch} pixels", image)
     return patch, image // patch
+
+
+def only(fields: Fields, key: str, value: Any) -> None:
+    """:raises UnsupportedError: a key has another value than the one that is supported."""
+    found = fields.values.get(key, value)
+    if found != value:
+        raise UnsupportedError(
+            f"{fields.where}: {key}: expected {value!r}, found {str(found)[:80]!r}: images of such "
+            "a model are not supported"
+        )

@@ -84,6 +84,22 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "image_token_id": 90,
     },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**SIGLIP, "image_size": [56, 56], "patch_size": [7, 7]},
+        "image_token_id": 90,
+    },
+    "lfm2_vl": {
+        "text_config": {**TEXT, "model_type": "lfm2"},
+        "vision_config": {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 25},
+        "projector_hidden_size": 56,
+        "image_token_id": 90,
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_token_index": 90,
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {
@@ -172,7 +188,26 @@ def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
         return _joined(model.get_image_features(pixels, sizes).pooler_output)
 
 
-_OTHERS = {"idefics3": _idefics_rows, "smolvlm": _idefics_rows, "mistral3": _mistral_rows}
+def _lfm2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """Tile by tile: its processor pads them to the size of the largest."""
+    found, side = [], config.patch
+    for tile in own.tiles:
+        pixels = normalized(tile, config)
+        down, right = pixels.shape[1] // side, pixels.shape[2] // side
+        parts = pixels.view(3, down, side, right, side).permute(1, 3, 2, 4, 0)
+        patches, shape = parts.reshape(1, down * right, -1), torch.tensor([[down, right]])
+        mask = torch.ones(1, down * right, dtype=torch.int32)
+        with torch.no_grad():
+            found.append(_joined(model.get_image_features(patches, shape, mask).pooler_output))
+    return torch.cat(found)
+
+
+_OTHERS = {
+    "idefics3": _idefics_rows,
+    "lfm2_vl": _lfm2_rows,
+    "mistral3": _mistral_rows,
+    "smolvlm": _idefics_rows,
+}
 
 
 def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
