@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, encoder_config, layers_until, square
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    encoder_config,
+    layers_until,
+    square,
+)
 from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import taking_turns
 from sdk.quant.errors import UnsupportedError
@@ -74,6 +81,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         merge=merge,
         projector_eps=text.positive("rms_norm_eps", default=1e-6),
         projector_activation=activation_named(activation, "projector_hidden_act"),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import VisionConfig, most_pixels, square, text_axes
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    most_pixels,
+    square,
+    text_axes,
+)
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns
 from sdk.models.vision.qwen3_vl import (
@@ -48,6 +55,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         axes=text_axes(whole, text, (16, 24, 24), interleaved=False),
         window=window * merge,
         full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
