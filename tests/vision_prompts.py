@@ -174,7 +174,16 @@ def plain_template() -> str:
 def reference_ids(
     family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
 ) -> list[int]:
-    """What transformers' processor makes of a conversation. Parts are ``{"type": "image"}``."""
+    """The token ids of :func:`reference_inputs`."""
+    [ids] = reference_inputs(family, messages, pictures)["input_ids"].tolist()
+    return list(ids)
+
+
+def reference_inputs(
+    family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
+) -> dict[str, Any]:
+    """What transformers' processor makes of a conversation: the arguments of its model. Parts are
+    ``{"type": "image"}``."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(family.specials),
         chat_template=family.template,
@@ -201,8 +210,8 @@ def reference_ids(
         )
     else:
         made = _without_videos(transformers.Qwen2_5_VLProcessor, pixels, tokenizer)
-    [ids] = made(text=[text], images=list(pictures), add_special_tokens=False)["input_ids"]
-    return list(ids)
+    how = {"add_special_tokens": False, "return_tensors": "pt"}
+    return dict(made(text=[text], images=list(pictures) or None, **how))
 
 
 def _without_videos(kind: Any, pixels: Any, tokenizer: Any) -> Any:

@@ -197,7 +197,9 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool) -> tuple[int, ...]:
+def text_axes(
+    whole: Fields, text: Fields, default: tuple[int, int, int], *, interleaved: bool
+) -> tuple[int, ...]:
     """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
 
     Sections say how many turn by time, row and column: one section after the other, or taking
@@ -207,7 +209,8 @@ def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool)
     """
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = Fields(text.mapping(key), f"config: {key}")
-    sections = rope.values.get("mrope_section", default)
+    stated = whole.values.get("mrope_section", default)  # of a GGUF file
+    sections = rope.values.get("mrope_section", stated)
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
         rope.fail("mrope_section", "3 numbers of frequencies", sections)

@@ -124,7 +124,8 @@ def image_reader_of(facts: ModelFacts) -> ImageReader | None:
         return None
     from sdk.images.processors import image_processor  # with a model that reads images
 
-    whole = {**facts.values.get(WHOLE, facts.values), VISION: facts.values[VISION]}
+    config = facts.headers.config
+    whole = {**config.get(WHOLE, config), VISION: config[VISION]}
     processor = image_processor(whole, facts.headers.processor)
     return ImageReader.of(facts.config, processor, vision.token_id)
 

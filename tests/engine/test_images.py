@@ -1,0 +1,275 @@
+"""Images in the engine: tiny vision models beside transformers, and the same bits however their
+prompts run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdk.api.config import EngineConfig
+from sdk.api.errors import RequestError
+from sdk.loading.load import Loaded, load
+from tests.models.tiny_vision import vision_model
+from tests.models.tiny_vision_prompts import (
+    answer,
+    expected_logits,
+    job,
+    prompt,
+    prompt_logprobs,
+    run,
+    some_images,
+)
+
+FAMILIES = ("gemma3", "qwen3_vl")
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "kv_cache_dtype": "float32",
+    "compute": "exact",
+    "num_threads": 1,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
+    """A family, transformers' model and its folder."""
+    name = request.param
+    oracle = vision_model(name)
+    folder = tmp_path_factory.mktemp(name)
+    oracle.save_pretrained(folder)
+    return name, oracle, folder
+
+
+@pytest.fixture(scope="module")
+def loaded(family: Any) -> Iterator[Loaded]:
+    """An engine whose prompts run whole, if nothing else is said."""
+    found = load(EngineConfig(model=str(family[2]), **OPTIONS))
+    yield found
+    found.engine.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: Any) -> Iterator[None]:
+    """Each test begins without cached prefixes and rows, and leaves no blocks behind."""
+    if "loaded" not in request.fixturenames:
+        yield
+        return
+    engine = request.getfixturevalue("loaded").engine
+    engine.reset_prefix_cache()
+    engine.scheduler.images.reset()
+    yield
+    engine.scheduler.images.check_blocks()
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_logits_are_those_of_transformers(family: Any, loaded: Loaded, count: int) -> None:
+    name, oracle, _ = family
+    vision = loaded.facts.model_config.vision
+    images = some_images(vision, count)
+    ids, placed = prompt(vision, images, seed=count)
+    found = run(loaded.engine, job("a", ids, placed, prompt_logprobs=0))["a"]
+    known, wanted = list(ids), []
+    for _ in range(4):
+        chances = expected_logits(oracle, name, vision, known, images).log_softmax(-1)
+        token = int(chances[-1].argmax())
+        wanted.append((token, float(chances[-1, token])))
+        known.append(token)
+    own = chances[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert torch.allclose(torch.tensor(prompt_logprobs(found)), own, atol=1e-4)
+    assert [token for token, _ in answer(found)] == [token for token, _ in wanted]
+    for (_, chance), (_, expected) in zip(answer(found), wanted, strict=True):
+        assert abs(chance - expected) < 1e-4
+
+
+def test_chunks_batches_prefixes_and_preemption_change_no_bit(family: Any, loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images = some_images(vision, 2)
+    ids, placed = prompt(vision, images, seed=3)
+    alone = answer(run(engine, job("a", ids, placed))["a"])
+    # after a prefix hit, of which the first one is the whole prompt
+    encoded = engine.scheduler.images.num_encoded
+    assert answer(run(engine, job("b", ids, placed))["b"]) == alone
+    longer = [*ids, *[token for token, _ in alone[:1]]]
+    assert answer(run(engine, job("c", longer, placed, max_tokens=3))["c"]) == alone[1:]
+    assert engine.scheduler.images.num_encoded == encoded
+    # in a batch: with the same image, another one, and none
+    engine.reset_prefix_cache()
+    other, others = prompt(vision, images[1:], seed=4)
+    text, _ = prompt(vision, [], seed=5, text=40)
+    jobs = [job("d", ids, placed), job("e", other, others), job("f", text), job("g", ids, placed)]
+    found = run(engine, *jobs)
+    assert answer(found["d"]) == answer(found["g"]) == alone
+    engine.reset_prefix_cache()
+    assert answer(run(engine, job("e", other, others))["e"]) == answer(found["e"])
+    assert engine.scheduler.images.num_encoded == encoded  # all rows were cached
+    # in steps of any size: a span that sees both ways is never cut
+    for most in (1, 5, 20):
+        engine.reset_prefix_cache()
+        engine.add(job("h", ids, placed))
+        while engine.has_unfinished:
+            last = engine.step(most)
+        assert answer(last[0]) == alone
+    # preempted while the prompt runs, and while the answer does
+    for steps in range(1, 9):
+        engine.reset_prefix_cache()
+        engine.add(job("i", ids, placed))
+        last = []
+        for _ in range(steps):
+            last = engine.step(12) or last
+        while engine.scheduler.queues.running:
+            engine.scheduler.queues.preempt_last()
+        engine.scheduler.check()
+        while engine.has_unfinished:
+            last = engine.step() or last
+        assert answer(last[0]) == alone
+    assert engine.scheduler.images.num_encoded == encoded
+
+
+def test_another_image_is_another_prefix(loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    first, second = some_images(vision, 2)
+    second = second._replace(tiles=(255 - first.tiles[0],), grids=first.grids)
+    second = second._replace(num_tokens=first.num_tokens)
+    ids, placed = prompt(vision, [first], seed=6, text=20)
+    replaced = tuple(one._replace(image=second) for one in placed)
+    found = [
+        run(engine, job(name, ids, images))[name]
+        for name, images in (("a", placed), ("b", replaced), ("c", placed), ("d", replaced))
+    ]
+    assert answer(found[0]) == answer(found[2]) != answer(found[1]) == answer(found[3])
+    # the text before the image is shared, and the image alone is not
+    cached = [one.num_cached_tokens for one in found]
+    assert cached[0] == 0 and 0 < cached[1] <= placed[0].spans[0][0] < cached[2]
+    assert cached[2] == cached[3]
+
+
+def test_text_alone_is_what_a_model_without_a_tower_computes(family: Any, loaded: Loaded) -> None:
+    vision = loaded.facts.model_config.vision
+    text, _ = prompt(vision, [], seed=7, text=50)
+    found = run(loaded.engine, job("a", text, prompt_logprobs=0))["a"]
+    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 0}}
+    alone = load(EngineConfig(model=str(family[2]), **options))
+    try:
+        assert alone.facts.plan.images is None and alone.runner.images is None
+        assert alone.facts.plan.total < loaded.facts.plan.total
+        other = run(alone.engine, job("a", text, prompt_logprobs=0))["a"]
+        assert answer(other) == answer(found)
+        assert prompt_logprobs(other) == prompt_logprobs(found)
+        ids, placed = prompt(vision, some_images(vision, 1))
+        with pytest.raises(RequestError, match="images: this engine reads none"):
+            alone.engine.add(job("b", ids, placed))
+    finally:
+        alone.engine.close()
+
+
+def test_an_image_is_encoded_once_for_all_requests(loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images = engine.scheduler.images
+    [first, second] = some_images(vision, 2)
+    before = images.num_encoded
+    jobs = []
+    for i in range(4):
+        ids, placed = prompt(vision, [first, second], seed=10 + i)
+        jobs.append(job(f"r{i}", ids, placed, n=2))
+    run(engine, *jobs)
+    assert images.num_encoded == before + 2
+
+
+def test_an_image_without_readers_is_given_up(loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images, before = engine.scheduler.images, engine.scheduler.images.num_encoded
+    images._seconds_per_work = 1e9  # one layer at a time
+    ids, placed = prompt(vision, some_images(vision, 1), seed=8)
+    engine.add(job("a", ids, placed))
+    engine.step()
+    assert images._run is not None
+    engine.abort(["a"])
+    text, _ = prompt(vision, [], seed=9)
+    run(engine, job("b", text))
+    assert images._run is None and images.num_encoded == before
+    images.check_blocks()
+    # and encoded from the beginning when another request needs it
+    images._seconds_per_work = 1e9
+    found = answer(run(engine, job("c", ids, placed))["c"])
+    engine.reset_prefix_cache()
+    images.reset()
+    assert answer(run(engine, job("d", ids, placed))["d"]) == found
+    assert images.num_encoded == before + 2
+
+
+def test_other_requests_decode_between_portions(loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images = engine.scheduler.images
+    text, _ = prompt(vision, [], seed=20)
+    ids, placed = prompt(vision, some_images(vision, 1), seed=21)
+    engine.add(job("text", text, max_tokens=30))
+    engine.step()
+    engine.add(job("image", ids, placed))
+    lengths, portions = [], 0
+    while engine.has_unfinished:
+        images._seconds_per_work = 1e9  # a portion is one layer
+        for one in engine.step():
+            if one.request_id == "text":
+                lengths.append(len(one.outputs[0].token_ids))
+        portions += images.encoded_last
+    assert portions >= vision.tower.num_layers
+    assert lengths == sorted(set(lengths))  # a token with every step
+    assert len(lengths) >= 29
+
+
+def test_rows_are_evicted_where_memory_is_short(family: Any, loaded: Loaded) -> None:
+    """With room for one image: each is encoded when its turn comes."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    pictures = some_images(vision, 2)
+    ids, placed = prompt(vision, pictures, seed=30)
+    wanted = answer(run(engine, job("a", ids, placed))["a"])
+    images = engine.scheduler.images
+    engine.reset_prefix_cache()
+    images.reset()
+    most = max(-(-one.num_tokens // 16) for one in pictures)
+    kept, images._free = images._free[:-most], images._free[-most:]
+    before = images.num_encoded
+    assert answer(run(engine, job("b", ids, placed))["b"]) == wanted
+    assert images.num_encoded == before + 2
+    engine.reset_prefix_cache()
+    found = run(engine, job("c", ids, placed), job("d", ids[1:], _moved(placed, -1)))
+    assert answer(found["c"]) == wanted
+    images._free += kept
+
+
+def _moved(images: Any, by: int) -> Any:
+    return tuple(
+        one._replace(spans=tuple((first + by, count) for first, count in one.spans))
+        for one in images
+    )
+
+
+def test_requests_that_do_not_fit_their_images(loaded: Loaded) -> None:
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    [one] = some_images(vision, 1)
+    ids, placed = prompt(vision, [one])
+    first, count = placed[0].spans[0]
+    short = placed[0]._replace(spans=((first, count - 1),))
+    cases = [
+        ((ids, (short,)), "image 1: expected .* placeholders, found"),
+        ((ids, _moved(placed, 1)), "image 1: expected the placeholder 90 at tokens"),
+        ((ids, _moved(placed, -first - 1)), "expected its placeholders after"),
+        ((ids[: first + count], placed), "before the last of the prompt's"),
+        (([*ids, 90], placed), "images: expected .* placeholders"),
+        ((ids, placed + placed), "image 2: expected its placeholders after those of the image"),
+    ]
+    for (tokens, images), why in cases:
+        with pytest.raises(RequestError, match=why):
+            engine.add(job("a", tokens, images))
+    with pytest.raises(RequestError, match="guidance_scale: expected 1 for a prompt with images"):
+        engine.add(job("a", ids, placed, guidance_scale=2.0))
+    huge = one._replace(tiles=(one.tiles[0].repeat(200, axis=0).repeat(200, axis=1),))
+    with pytest.raises(RequestError, match="image 1: expected at most .* patches in a tile"):
+        engine.add(job("a", ids, (placed[0]._replace(image=huge),)))
+    assert not engine.has_unfinished
