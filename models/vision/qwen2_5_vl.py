@@ -10,7 +10,7 @@ from typing import Any
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import VisionConfig, most_pixels, square, text_axes
+from sdk.models.vision.config import VisionConfig, most_pixels, square, text_sections
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns
 from sdk.models.vision.qwen3_vl import (
@@ -45,7 +45,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_tokens=most // merge**2,
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
-        axes=text_axes(whole, text, (16, 24, 24), interleaved=False),
+        sections=text_sections(whole, text, (16, 24, 24)),
         window=window * merge,
         full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
     )
