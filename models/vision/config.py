@@ -64,6 +64,8 @@ class VisionConfig:
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
     both_ways: Literal["all", "windows"] | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
     axes: tuple[int, ...] | None = None
     #: Rows of a square table of learned positions; 0: there is none.
     positions: int = 0
@@ -197,15 +199,13 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(
-    whole: Fields, text: Fields, default: tuple[int, int, int], *, interleaved: bool
-) -> tuple[int, ...]:
-    """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
+def text_sections(
+    whole: Fields, text: Fields, default: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """How many rotary frequencies of the text model turn by time, row and column. ``default``:
+    those of transformers' class.
 
-    Sections say how many turn by time, row and column: one section after the other, or taking
-    turns until a section has all of its own. ``default``: those of transformers' class.
-
-    :raises CheckpointError: the sections are not three numbers.
+    :raises CheckpointError: they are not three numbers.
     """
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = Fields(text.mapping(key), f"config: {key}")
@@ -214,9 +214,24 @@ def text_axes(
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
         rope.fail("mrope_section", "3 numbers of frequencies", sections)
-    if not interleaved:
-        return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
+    time, rows, columns = sections
+    return time, rows, columns
+
+
+def plain_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """What ``turning`` frequencies turn by: see ``VisionConfig.axes``. The sections follow one
+    another.
+
+    :raises CheckpointError: they are not as many frequencies.
+    """
+    if sum(sections) != turning:
+        Fields({}).fail("mrope_section", f"a sum of {turning} frequencies", list(sections))
+    return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
+
+
+def interleaved_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """The same where time, rows and columns take turns until rows or columns have all of theirs."""
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(turning))
 
 
 def square_tiles(vision: Fields) -> tuple[int, int]:

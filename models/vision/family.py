@@ -97,6 +97,7 @@ class MmprojRules(NamedTuple):
     ``names(keys)``: of tensors outside layers, ours to the file's, besides those of all towers.
     ``processor(keys)``: keys of the image processor, besides mean and deviation of colors.
     ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
+    ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     """
 
     projectors: tuple[str, ...]
@@ -109,6 +110,7 @@ class MmprojRules(NamedTuple):
     processor: Callable[[Fields], Mapping[str, Any]] = _nothing
     gelu: str = "gelu_pytorch_tanh"
     turned: tuple[str, ...] = ()
+    interleaved_qk: bool = False
 
 
 class Family(NamedTuple):
