@@ -274,8 +274,8 @@ def start(
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        has_windows = bool(memory.windows)
-        spec = kv_spec(model, memory.page_size, memory.kv_dtype, windows=has_windows)
+        has_windows, ranks = bool(memory.windows), facts.config.tensor_parallel_size
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype, ranks=ranks, windows=has_windows)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare
@@ -285,7 +285,7 @@ def start(
             executor=executor,
             elastic=elastic,
             lease=lease,
-            kept=PrefixStore(scheduler, executor, spec),
+            kept=PrefixStore(scheduler, executor, spec, ranks),
             model_key=key,
             warnings=tuple(
                 load_warnings(

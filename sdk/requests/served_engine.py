@@ -26,6 +26,7 @@ from sdk.loading.quant_report import QuantReport, quant_report
 from sdk.memory.demand import STRUCTURE_WORD_BYTES
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, device_of
+from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.requests.adapters import Adapters, EngineResidency
 from sdk.requests.driver import Driver
 from sdk.requests.job_maker import JobMaker
@@ -274,8 +275,7 @@ class SavedPrefixes:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
-        count = max(len(layer.rows) for layer in stored.layers)
-        return Snapshot(self.model_key, ids[:count], stored)
+        return Snapshot(self.model_key, ids[: stored.num_tokens], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
@@ -321,6 +321,18 @@ class SavedPrefixes:
                 f"{own.name}, which has {expected}, and token ids up to {max(ids)} of "
                 f"{config.vocab_size}"
             )
+        plain = AttentionCache(spec.kv_heads, spec.head_dim, spec.head_dim)
+        for layer, cache in enumerate(config.caches):
+            expected_cache: Cache = cache
+            if not spec.caches and isinstance(cache, AttentionCache):
+                expected_cache = cache._replace(window=None)
+            found = spec.caches[layer] if spec.caches else plain
+            states = isinstance(found, StateCache) and isinstance(cache, StateCache)
+            if found != expected_cache and not states:  # states: see PrefixStore.restore
+                raise SnapshotError(
+                    f"the snapshot contradicts itself: layer {layer} has {found} for {own.name}, "
+                    f"which has {cache}"
+                )
 
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""

@@ -84,10 +84,3 @@ def test_a_model_that_drafts_has_no_states(path: Path) -> None:
     drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match="speculative_config: model: expected one with keys"):
         LLM.plan(path, max_model_len=256, speculative_config=drafting)
-
-
-def test_snapshots_of_states_are_refused(path: Path) -> None:
-    with LLM(path, **OPTIONS) as llm:
-        llm.generate([PROMPTS[0]], ANSWERS)
-        with pytest.raises(RequestError, match="this model has recurrent states, which are not"):
-            llm.snapshot(PROMPTS[0])
