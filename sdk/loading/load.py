@@ -514,13 +514,15 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
     if device_of(config) != "cpu":
         return memory.num_pages
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    if memory.windows or memory.states is not None:
-        most = _ROOM_TO_GROW * memory.kv_cache // max(memory.page_bytes, 1)
-        return max(memory.num_pages, min(whole, most))
-    most = _ROOM_TO_GROW * memory.num_pages
-    if isinstance(config.memory, MemoryPool):
-        most = config.memory.budget // memory.page_bytes
+    most = _most_cache(config, memory) // max(memory.page_bytes, 1)
     return max(memory.num_pages, min(whole, most))
+
+
+def _most_cache(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Bytes that the KV cache may ever take."""
+    if isinstance(config.memory, MemoryPool):
+        return config.memory.budget
+    return _ROOM_TO_GROW * memory.kv_cache
 
 
 def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, planned: int) -> int:
@@ -529,7 +531,7 @@ def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, pla
     if device_of(config) != "cpu":
         return planned
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    return max(planned, 1 + min(whole, _ROOM_TO_GROW * memory.kv_cache // nbytes))
+    return max(planned, 1 + min(whole, _most_cache(config, memory) // nbytes))
 
 
 def _states_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:

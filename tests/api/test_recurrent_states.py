@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, MemoryPool, RequestError, SamplingParams
+from sdk import LLM, RequestError, SamplingParams
 from sdk.api.errors import UnsupportedError
 from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
 
@@ -69,7 +69,6 @@ def test_a_plan_has_slots_for_requests_drafts_and_snapshots(path: Path) -> None:
         ({"kv_policy": "fp16>int8", "block_size": 128}, "kv_policy: found 'float16>int8': keys"),
         ({"swap_space": "1MiB"}, "swap_space: found 1048576: pages in swap space do not work"),
         ({"speculative_config": {"method": "self"}}, "speculative_config: found .*: drafts that"),
-        ({"memory": MemoryPool("1GiB")}, "memory: found .*: pages that models lend each other"),
         ({"prefill_replicas": 1, "data_parallel_size": 2}, "prefill_replicas: found 1: pages that"),
     ],
 )

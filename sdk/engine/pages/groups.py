@@ -114,8 +114,7 @@ class Groups:
         return needs if self.states is None else [*needs, slots]
 
     def _resize(self, num_pages: int) -> None:
-        if self.budget.nbytes is not None:
-            self.budget.nbytes += num_pages * self._pool.unit_bytes
+        self.budget.grow(num_pages * self._pool.unit_bytes)
 
     def _forget(self, page: int | None) -> None:
         """A page (``None``: every page) is not known any more."""
