@@ -1,15 +1,17 @@
 """A prefix outside of an engine: tokens with their keys and values, in memory or in a file.
 
-The file (version 1, or 2 if layers have rows of the last tokens only; little endian)::
+The file (version 1; 2 if layers have rows of the last tokens only; 3 if layers differ in what
+they keep; little endian)::
 
     8 bytes   "EMBEDKV\\0"
     4         version
     4         length of the header
     header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers;
-              in version 2 also the rows of each layer
+              in versions 2 and 3 also the rows of each layer, in version 3 also its cache: shape,
+              window, or the parts of its state on one rank (quant/caches.py)
     body      token ids int32; then for each layer the centre of its keys, if it has one, float32
-              [heads, head_dim], and its rows uint8 [tokens or rows, heads, row]
-              (engine/rank/kv_transfer.py)
+              [heads, key_dim], and its rows uint8 [tokens or rows, heads, row]; of a state uint8
+              [ranks, bytes] (engine/rank/kv_transfer.py)
     32        SHA-256 of everything before
 
 The checksum detects damage; it is not a signature. A snapshot acts like a part of the prompt, so
@@ -38,13 +40,14 @@ from numpy.typing import NDArray
 from sdk.api.errors import SnapshotError
 from sdk.api.sizes import format_bytes
 from sdk.engine.model_key import ModelKey
-from sdk.engine.rank.kv_transfer import LayerKV, StoredKV, row_widths
+from sdk.engine.rank.kv_transfer import LayerKV, LayerStates, StoredKV, row_widths
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.json_file import parse_json
+from sdk.quant.caches import AttentionCache, Cache, StateCache, StatePart
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec
 
-_MAGIC, _VERSIONS = b"EMBEDKV\0", (1, 2)
+_MAGIC, _VERSIONS = b"EMBEDKV\0", (1, 2, 3)
 _START = struct.Struct("<8sII")
 _DIGEST = hashlib.sha256().digest_size
 _MOST_HEADER, _MOST_LAYERS = 1 << 20, 1 << 12
@@ -68,7 +71,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys, values and states."""
         return sum(layer.rows.nbytes for layer in self.kv.layers)
 
     def __repr__(self) -> str:
@@ -126,18 +129,20 @@ class Snapshot:
             "heads": spec.kv_heads,
             "head_dim": spec.head_dim,
             "dtype": spec.dtype,
-            "centred": [i for i, layer in enumerate(self.kv.layers) if layer.centre is not None],
+            "centred": [i for i, layer in enumerate(self.kv.layers) if _centre(layer) is not None],
         }
         rows = [len(layer.rows) for layer in self.kv.layers]
         version = _VERSIONS[0]
-        if rows != [self.num_tokens] * len(rows):  # windows
+        if spec.caches or rows != [self.num_tokens] * len(rows):  # windows
             header["rows"], version = rows, _VERSIONS[1]
+        if spec.caches:
+            header["caches"], version = [_described(one) for one in spec.caches], _VERSIONS[2]
         text = json.dumps(header).encode()
         yield memoryview(_START.pack(_MAGIC, version, len(text)) + text)
         yield _bytes(np.array(self.token_ids, dtype="<i4"))
         for layer in self.kv.layers:
-            if layer.centre is not None:
-                yield _bytes(layer.centre.astype("<f4"))
+            if (centre := _centre(layer)) is not None:
+                yield _bytes(centre.astype("<f4"))
             yield _bytes(layer.rows)
 
     @classmethod
@@ -169,18 +174,24 @@ class Snapshot:
     def _from(cls, header: _Header, body: NDArray[np.uint8]) -> Snapshot:
         spec, tokens = header.spec, header.tokens
         ids, at = body[: 4 * tokens].view("<i4"), 4 * tokens
-        layers = []
+        layers: list[LayerKV | LayerStates] = []
         for layer in range(spec.num_layers):
             centre = None
             if layer in header.centred:
-                end = at + 4 * spec.kv_heads * spec.head_dim
-                centre = body[at:end].view("<f4").reshape(spec.kv_heads, spec.head_dim)
+                cache = spec.cache(layer)
+                end = at + header.centre_bytes(layer)
+                centre = body[at:end].view("<f4").reshape(cache.kv_heads, cache.key_dim)
                 at = end
             count = header.rows[layer]
-            end = at + count * spec.kv_heads * sum(row_widths(spec, layer))
-            layers.append(LayerKV(body[at:end].reshape(count, spec.kv_heads, -1), centre))
+            end = at + count * header.row_bytes(layer)
+            rows = body[at:end]
             at = end
-        return cls(header.model, tuple(ids.tolist()), StoredKV(spec, tuple(layers)))
+            if header.is_state(layer):
+                layers.append(LayerStates(rows.reshape(count, -1)))
+            else:
+                heads = spec.cache(layer).kv_heads
+                layers.append(LayerKV(rows.reshape(count, heads, -1), centre))
+        return cls(header.model, tuple(ids.tolist()), StoredKV(spec, tuple(layers), tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +200,52 @@ class _Header:
     tokens: int
     spec: KVSpec
     centred: frozenset[int]
-    #: Of each layer.
+    #: Of each layer: tokens, or ranks that have a part of its state.
     rows: tuple[int, ...]
+
+    def is_state(self, layer: int) -> bool:
+        """Whether a layer has a recurrent state."""
+        return bool(self.spec.caches) and isinstance(self.spec.caches[layer], StateCache)
+
+    def row_bytes(self, layer: int) -> int:
+        """Bytes of a row of all heads, or of a state on one rank."""
+        cache = self.spec.caches[layer] if self.spec.caches else self.spec.cache(layer)
+        if isinstance(cache, StateCache):
+            return sum(part.nbytes for part in cache.parts)
+        return cache.kv_heads * sum(row_widths(self.spec, layer))
+
+    def centre_bytes(self, layer: int) -> int:
+        """Bytes of the centre of a layer's keys, if it has one."""
+        cache = self.spec.cache(layer)
+        return 4 * cache.kv_heads * cache.key_dim if layer in self.centred else 0
+
+
+def _centre(layer: LayerKV | LayerStates) -> NDArray[np.float32] | None:
+    return layer.centre if isinstance(layer, LayerKV) else None
+
+
+def _described(cache: Cache) -> dict[str, Any]:
+    """A layer's cache for the header."""
+    if isinstance(cache, StateCache):
+        return {"state": [[part.name, list(part.shape), part.dtype] for part in cache.parts]}
+    return cache._asdict()
+
+
+def _cache_of(fields: dict[str, Any]) -> Cache:
+    """The inverse of :func:`_described`. :raises ValueError: it is none of its results."""
+    if "state" in fields:
+        parts = [StatePart(str(one[0]), tuple(one[1]), str(one[2])) for one in fields["state"]]
+        if not parts or not all(_is_count(n) for part in parts for n in part.shape):
+            raise ValueError(parts)
+        return StateCache(tuple(parts))
+    cache = AttentionCache(**fields)
+    counts = [cache.kv_heads, cache.key_dim, cache.value_dim]
+    counts += [] if cache.window is None else [cache.window]
+    if not all(map(_is_count, counts)) or type(cache.latent) is not bool:
+        raise ValueError(cache)
+    if cache.key_dim % 2 or cache.value_dim % 2:
+        raise ValueError(cache)
+    return cache
 
 
 def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
@@ -201,7 +256,7 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
     if version not in _VERSIONS:
         raise SnapshotError(
             f"{path}: a snapshot of version {version}; this release reads versions "
-            f"{_VERSIONS[0]} and {_VERSIONS[1]}"
+            f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
         )
     text = file.read(min(length, _MOST_HEADER))
     try:
@@ -211,17 +266,34 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
             raise ValueError(counts)
         tokens, layers, heads, head_dim = counts
         model = ModelKey(str(fields["model"]["name"]), str(fields["model"]["digest"]))
-        spec = KVSpec(layers, heads, head_dim, 1, str(fields["dtype"]))
-        centred = fields["centred"]
-        if layers > _MOST_LAYERS or head_dim % 2 or not set(centred) <= set(range(layers)):
+        described = fields["caches"] if version == _VERSIONS[2] else ()
+        if layers > _MOST_LAYERS or head_dim % 2 or len(described) not in (0, layers):
             raise ValueError(counts)
-        spec.parts(0)
-        rows = tuple(fields["rows"]) if version == _VERSIONS[1] else (tokens,) * layers
-        if len(rows) != layers or max(rows) != tokens or not all(_is_count(n) for n in rows):
-            raise ValueError(rows)
-        return _Header(model, tokens, spec, frozenset(centred), rows)
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        caches = tuple(map(_cache_of, described))
+        spec = KVSpec(layers, heads, head_dim, 1, str(fields["dtype"]), caches)
+        rows = tuple(fields["rows"]) if version != _VERSIONS[0] else (tokens,) * layers
+        header = _Header(model, tokens, spec, frozenset(fields["centred"]), rows)
+        _check_layers(header)
+        return header
+    except (CheckpointError, ValueError, KeyError, TypeError, IndexError) as error:
         raise SnapshotError(f"{path}: damaged: its header cannot be read") from error
+
+
+def _check_layers(header: _Header) -> None:
+    """:raises ValueError: layers with states have centres, or there are more rows than tokens.
+
+    :raises CheckpointError: the types of keys and values do not exist.
+    """
+    layers = range(header.spec.num_layers)
+    states = {layer for layer in layers if header.is_state(layer)}
+    attention = set(layers) - states
+    if len(header.rows) != len(layers) or not all(map(_is_count, header.rows)):
+        raise ValueError(header.rows)
+    most = max((header.rows[layer] for layer in attention), default=0)
+    if most > header.tokens or not header.centred <= attention:
+        raise ValueError(most)
+    for layer in layers:
+        header.row_bytes(layer)
 
 
 def _is_count(value: Any) -> bool:
@@ -229,10 +301,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _file_size(header: _Header, begin: int) -> int:
-    spec = header.spec
-    rows = sum(n * sum(row_widths(spec, layer)) for layer, n in enumerate(header.rows))
-    centres = 4 * len(header.centred) * spec.head_dim
-    return begin + 4 * header.tokens + spec.kv_heads * (rows + centres) + _DIGEST
+    rows = sum(n * header.row_bytes(layer) for layer, n in enumerate(header.rows))
+    centres = sum(map(header.centre_bytes, header.centred))
+    return begin + 4 * header.tokens + rows + centres + _DIGEST
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

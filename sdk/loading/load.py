@@ -279,8 +279,8 @@ def start(
             engine.expert_numbers = partial(expert_numbers, lambda: executor.runner)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
-        has_windows = bool(memory.windows)
-        spec = kv_spec(model, memory.page_size, memory.kv_dtype, windows=has_windows)
+        has_windows, ranks = bool(memory.windows), facts.config.tensor_parallel_size
+        spec = kv_spec(model, memory.page_size, memory.kv_dtype, ranks=ranks, windows=has_windows)
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare
@@ -290,7 +290,7 @@ def start(
             executor=executor,
             elastic=elastic,
             lease=lease,
-            kept=PrefixStore(scheduler, executor, spec),
+            kept=PrefixStore(scheduler, executor, spec, ranks),
             model_key=key,
             warnings=tuple(
                 load_warnings(
@@ -526,13 +526,15 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
     if device_of(config) != "cpu":
         return memory.num_pages
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    if memory.windows or memory.states is not None:
-        most = _ROOM_TO_GROW * memory.kv_cache // max(memory.page_bytes, 1)
-        return max(memory.num_pages, min(whole, most))
-    most = _ROOM_TO_GROW * memory.num_pages
-    if isinstance(config.memory, MemoryPool):
-        most = config.memory.budget // memory.page_bytes
+    most = _most_cache(config, memory) // max(memory.page_bytes, 1)
     return max(memory.num_pages, min(whole, most))
+
+
+def _most_cache(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Bytes that the KV cache may ever take."""
+    if isinstance(config.memory, MemoryPool):
+        return config.memory.budget
+    return _ROOM_TO_GROW * memory.kv_cache
 
 
 def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, planned: int) -> int:
@@ -541,7 +543,7 @@ def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, pla
     if device_of(config) != "cpu":
         return planned
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    return max(planned, 1 + min(whole, _ROOM_TO_GROW * memory.kv_cache // nbytes))
+    return max(planned, 1 + min(whole, _most_cache(config, memory) // nbytes))
 
 
 def _states_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:

@@ -39,6 +39,7 @@ from sdk.memory.resolve import (
     step_pages,
     why_one_group,
 )
+from sdk.memory.shares import least_for_one
 from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
 from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
@@ -171,14 +172,27 @@ def _plan(
     if replicas > 1:
         problem = made.problem and f"each of {replicas} replicas: {made.problem}"
         made = replace(made, budget=whole, replicas=replicas, problem=problem)
-    if pool is not None:  # the model owns the pages of one request and borrows the others
-        own = -(-made.max_model_len // made.page_size)
-        made = replace(made, num_pages=min(made.num_pages, own))
+    if pool is not None:
+        made = _of_one_request(made, demand)
     if made.fits and budget is not None and config.device != "cuda":
         made = _within_machine(made, budget, resolve.hosts_of(config))
     elif made.fits and config.device == "cuda" and config.num_ranks > 1:
         made = within_cards(made, part, config.num_ranks)
     return replace(made, config=config)
+
+
+def _of_one_request(made: MemoryPlan, demand: MemoryDemand) -> MemoryPlan:
+    """A model in a memory pool owns the memory of one request, and borrows more as pages. Without
+    pages it owns what all its requests need."""
+    own = -(-made.max_model_len // made.page_size)
+    if not made.page_bytes or not made.fits:
+        return made
+    made = replace(made, num_pages=min(made.num_pages, own))
+    if not made.windows and made.states is None:
+        return made
+    tokens = min(demand.max_num_batched_tokens, made.max_model_len)
+    windows, states = least_for_one(demand, own, tokens)
+    return replace(made, windows=windows, states=states)
 
 
 def _part(limit: int, shared: int, replicas: int) -> int:

@@ -12,7 +12,6 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import CheckpointError, RequestError
 from sdk.api.load_progress import reporting
 from sdk.api.machine import available_memory
-from sdk.api.memory_pool import MemoryPool
 from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
@@ -192,7 +191,6 @@ def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
     asked = {
         "kv_policy": config.kv_policy is not None,
         "swap_space": config.swap_space != 0,
-        "memory=MemoryPool": isinstance(config.memory, MemoryPool),
         "prefill_replicas": config.prefill_replicas > 0,
         "enable_chunked_prefill=False": not config.enable_chunked_prefill,
     }
@@ -212,7 +210,6 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
     asked = {
         "kv_policy": (config.kv_policy is not None, "keys and values of several types"),
         "swap_space": (config.swap_space != 0, "pages in swap space"),
-        "memory": (isinstance(config.memory, MemoryPool), "pages that models lend each other"),
         "prefill_replicas": (config.prefill_replicas > 0, "pages that replicas hand over"),
         "speculative_config": (drafts, "drafts that are written into the model's own pages"),
     }

@@ -80,6 +80,21 @@ def share_memory(
     return MemoryShares(pages, tuple(groups), states, longest)
 
 
+def least_for_one(
+    demand: MemoryDemand, pages: int, step_tokens: int
+) -> tuple[tuple[WindowGroup, ...], StateSlots | None]:
+    """The frames and slots that one request of so many pages needs at least, as
+    ``cache_of_request`` counts them."""
+    step, claims = -(-step_tokens // demand.page_size), frames_of_request(demand, pages)
+    windows = tuple(
+        group._replace(num_frames=1 + min(claim + step, pages))
+        for claim, group in zip(claims, demand.windows, strict=True)
+    )
+    if not demand.slot_bytes:
+        return windows, None
+    return windows, StateSlots(demand.slot_bytes, 3 + demand.row_drafts, demand.row_drafts)
+
+
 def _longest(demand: MemoryDemand, nbytes: int, most: int, step_tokens: int) -> int:
     """The pages of the longest request that ``nbytes`` are enough for, at most ``most``."""
     low, high = 0, most

@@ -17,6 +17,7 @@ from sdk.api.outputs import RequestOutput
 from sdk.api.params import SamplingParams
 from sdk.api.sizes import format_bytes, parse_bytes
 from sdk.engine.expert_balance import ExpertBalance
+from sdk.engine.pages.budget import Budget
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.snapshot import Snapshot
 from sdk.loading.explain import explain
@@ -26,6 +27,7 @@ from sdk.loading.quant_report import QuantReport, quant_report
 from sdk.memory.demand import STRUCTURE_WORD_BYTES
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, device_of
+from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.requests.adapters import Adapters, EngineResidency
 from sdk.requests.driver import Driver
 from sdk.requests.job_maker import JobMaker
@@ -62,20 +64,42 @@ class EngineMemory:
         """Grant up to ``count`` withheld pages, as many as the memory pool has memory for."""
         assert self._lease is not None
         size = self.plan.page_bytes
-        count = min(count, self._pages.num_withheld)
+        if not size:  # no layer keeps all tokens: the model owns all that it needs
+            return
+        budget = self._budget
+        if budget is None:
+            count = min(count, self._pages.num_withheld)
         if count and not self._lease.take(count * size, urgent=urgent):
             count = min(count, max(self._lease.pool.free, 0) // size)
             if count and not self._lease.take(count * size):
                 return
-        self._pages.grant(count)
+        given = self._pages.grant(count)
+        if budget is not None:
+            budget.grow((count - given) * size)
+
+    @property
+    def _cache_bytes(self) -> int:
+        """What the KV cache may take now."""
+        budget = self._budget
+        if budget is not None and budget.nbytes is not None:
+            return budget.nbytes
+        return self._pages.capacity * self.plan.page_bytes
+
+    @property
+    def _budget(self) -> Budget | None:
+        """That of pages, frames and slots, if memory moves between them."""
+        groups = self._engine.scheduler.groups
+        return None if groups is None or groups.budget.nbytes is None else groups.budget
 
     def _give_back(self) -> None:
         """Give unused pages to models that want them, never those that came with this model."""
         lease, size = self._lease, self.plan.page_bytes
         assert lease is not None
-        lent = self._pages.capacity - self.plan.num_pages
-        given = self._elastic.give_back(min(-(-lease.wanted // size), lent))
-        lease.give_back(given * size)
+        if not size:
+            return
+        lent = max(self._cache_bytes - self.plan.kv_cache, 0)
+        wanted = -(-lease.wanted // size) * size
+        lease.give_back(self._elastic.give_back(min(wanted, lent), size))
         lease.wanted = 0  # models that still need more ask again
 
     def _reclaim(self) -> None:
@@ -133,7 +157,7 @@ class EngineMemory:
     def _trim(self) -> None:
         self._elastic.trim()
         if self._lease is not None:
-            self._lease.wanted = self._pages.capacity * self.plan.page_bytes
+            self._lease.wanted = self._cache_bytes
             self._give_back()
 
     def resize(self, memory: int | str) -> MemoryPlan:
@@ -279,8 +303,7 @@ class SavedPrefixes:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
-        count = max(len(layer.rows) for layer in stored.layers)
-        return Snapshot(self.model_key, ids[:count], stored)
+        return Snapshot(self.model_key, ids[: stored.num_tokens], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
@@ -326,6 +349,18 @@ class SavedPrefixes:
                 f"{own.name}, which has {expected}, and token ids up to {max(ids)} of "
                 f"{config.vocab_size}"
             )
+        plain = AttentionCache(spec.kv_heads, spec.head_dim, spec.head_dim)
+        for layer, cache in enumerate(config.caches):
+            expected_cache: Cache = cache
+            if not spec.caches and isinstance(cache, AttentionCache):
+                expected_cache = cache._replace(window=None)
+            found = spec.caches[layer] if spec.caches else plain
+            states = isinstance(found, StateCache) and isinstance(cache, StateCache)
+            if found != expected_cache and not states:  # states: see PrefixStore.restore
+                raise SnapshotError(
+                    f"the snapshot contradicts itself: layer {layer} has {found} for {own.name}, "
+                    f"which has {cache}"
+                )
 
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""

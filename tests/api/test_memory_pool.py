@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
+from tests.models.conftest import tiny
+from tests.models.test_model_architectures import ARCHITECTURES
+from tests.tiny_hybrids import tiny_hybrid
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -91,6 +94,54 @@ def test_models_that_compute_at_the_same_time_get_on_with_what_they_have(
                     answers[output.request_id] = list(output.outputs[0].token_ids)
             assert pool.used <= pool.budget
         assert tuple([answers[key] for key in sorted(answers)] for answers in found) == expected
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "gemma3"])
+def test_models_with_states_or_windows_lend_and_borrow(
+    name: str, golden: Path, tiny_path: Path, tmp_path: Path
+) -> None:
+    """Memory is granted as pages, becomes frames and states, and goes back as pages."""
+    path = golden / "arch-gemma3" / "hf" if name == "gemma3" else tiny_hybrid(name, tmp_path)
+    options = {**OPTIONS, "max_num_seqs": 4, "skip_tokenizer_init": True, "num_threads": 1}
+    given = [[3 + (7 * i + 11 * j) % 200 for j in range(50)] for i in range(6)]
+    with LLM(path, **options) as llm:
+        expected = tokens(llm, given)
+        more = llm.memory_plan.kv_cache
+    own = LLM.plan(path, memory=MemoryPool("1GiB"), **options)
+    assert own.fits and 0 < own.kv_cache < more
+    assert own.windows or own.states is not None
+    pool = MemoryPool(own.total + own_bytes(tiny_path) + more)
+    with (
+        LLM(path, memory=pool, **options) as llm,
+        LLM(tiny_path, memory=pool, **OPTIONS) as other,
+    ):
+        before = pool.used
+        alone = tokens(other, prompts(4))
+        other.trim()
+        assert tokens(llm, given) == expected
+        assert llm.get_metrics()["num_preemptions"] == 0
+        assert pool.used > before and pool.used <= pool.budget
+        assert tokens(other, prompts(4)) == alone  # with what the first one gives back
+        assert tokens(llm, given) == expected
+        llm.trim()
+        other.trim()
+        assert pool.used == before
+        assert tokens(llm, given[:1]) == expected[:1]
+    assert pool.used == 0
+
+
+def test_a_model_without_pages_owns_what_its_requests_need(tmp_path: Path) -> None:
+    tiny("mamba2", **ARCHITECTURES["mamba2"]).save_pretrained(tmp_path)
+    options = {**OPTIONS, "skip_tokenizer_init": True, "num_threads": 1}
+    given = [[3 + (7 * i + 11 * j) % 60 for j in range(50)] for i in range(4)]
+    with LLM(tmp_path, **options) as llm:
+        expected = tokens(llm, given)
+    pool = MemoryPool("1GiB")
+    with LLM(tmp_path, memory=pool, **options) as llm:
+        before = pool.used
+        assert tokens(llm, given) == expected
+        llm.trim()
+        assert pool.used == before
 
 
 def test_a_model_for_which_there_is_no_room_is_refused_with_what_everybody_holds(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, MemoryPool, RequestError, SamplingParams
+from sdk import LLM, RequestError, SamplingParams
 from sdk.api.errors import UnsupportedError
 from tests.tiny_hybrids import HYBRIDS, tiny_hybrid
 
@@ -69,7 +69,6 @@ def test_a_plan_has_slots_for_requests_drafts_and_snapshots(path: Path) -> None:
         ({"kv_policy": "fp16>int8", "block_size": 128}, "kv_policy: found 'float16>int8': keys"),
         ({"swap_space": "1MiB"}, "swap_space: found 1048576: pages in swap space do not work"),
         ({"speculative_config": {"method": "self"}}, "speculative_config: found .*: drafts that"),
-        ({"memory": MemoryPool("1GiB")}, "memory: found .*: pages that models lend each other"),
         ({"prefill_replicas": 1, "data_parallel_size": 2}, "prefill_replicas: found 1: pages that"),
     ],
 )
@@ -84,10 +83,3 @@ def test_a_model_that_drafts_has_no_states(path: Path) -> None:
     drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match="speculative_config: model: expected one with keys"):
         LLM.plan(path, max_model_len=256, speculative_config=drafting)
-
-
-def test_snapshots_of_states_are_refused(path: Path) -> None:
-    with LLM(path, **OPTIONS) as llm:
-        llm.generate([PROMPTS[0]], ANSWERS)
-        with pytest.raises(RequestError, match="this model has recurrent states, which are not"):
-            llm.snapshot(PROMPTS[0])

@@ -259,9 +259,9 @@ def test_every_flipped_bit_is_noticed(saved: Path, tmp_path: Path) -> None:
 
 def test_another_version_and_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     data = _bytes(saved)
-    data[8] = 3
+    data[8] = 4
     (tmp_path / "new.kv").write_bytes(data)
-    with pytest.raises(SnapshotError, match=r"of version 3; this release reads versions 1 and 2"):
+    with pytest.raises(SnapshotError, match=r"of version 4; this release reads versions 1 to 3"):
         Snapshot.load(tmp_path / "new.kv")
     (tmp_path / "text.kv").write_text("Once upon a time " * 10)
     with pytest.raises(SnapshotError, match=r"not a snapshot"):

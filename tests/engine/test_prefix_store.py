@@ -106,7 +106,7 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
     built.step()
     kept = PrefixStore(built.scheduler, _Broken(), SPEC)
     with pytest.raises(RuntimeError, match=r"[1-9] copies"):
-        kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, ()), pin=False)
+        kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, (), 2 * len(PREFIX)), pin=False)
     assert one.num_preemptions == 1 and built.pool.match(kept.keys(PREFIX, None)) == []
     built.scheduler.check()
     built.run()

@@ -112,6 +112,22 @@ class Budget:
             index = self._kinds.index(kind)
             self._obtain_one(index, count, needs)
 
+    def grow(self, nbytes: int) -> None:
+        """There are so many bytes more."""
+        if self.nbytes is not None:
+            self.nbytes += nbytes
+
+    def shrink(self, nbytes: int) -> int:
+        """Do without ``nbytes``, as far as places have no owner; returns how many those are. Places
+        without content go first."""
+        if self.nbytes is None:
+            return 0
+        for cached in (False, True):
+            self._collect(-1, nbytes, [0] * len(self._kinds), cached=cached)
+        nbytes = max(min(nbytes, self._free), 0)
+        self.nbytes -= nbytes
+        return nbytes
+
     def _obtain_one(self, index: int, need: int, needs: Sequence[int]) -> None:
         kind = self._kinds[index]
         missing = max(need, _AT_LEAST) - kind.num_unused
@@ -130,7 +146,8 @@ class Budget:
     def _collect(
         self, index: int, nbytes: int, needs: Sequence[int], *, cached: bool, below: bool = True
     ) -> None:
-        """Take memory from the other kinds until ``nbytes`` are free, as far as it can be had.
+        """Take memory from the other kinds (-1: all) until ``nbytes`` are free, as far as it can be
+        had.
 
         ``cached``: also places with content. ``below``: also from kinds below their share.
         """

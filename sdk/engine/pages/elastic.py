@@ -26,13 +26,17 @@ class ElasticPages:
     @property
     def min_pages(self) -> int:
         """The smallest capacity: the pinned pages and one more, and what each request may need."""
+        capacity = self._scheduler.pool.capacity
+        return capacity - self._spare_pages(capacity - self._scheduler.prefixes.num_pinned)
+
+    def _spare_pages(self, unpinned: int) -> int:
+        """How many of these pages nobody may need; one stays."""
         scheduler = self._scheduler
         prefixes, size = scheduler.prefixes, scheduler.config.page_size
-        capacity = scheduler.pool.capacity
-        spare = [capacity - prefixes.num_pinned - 1]
+        spare = [unpinned - 1]
         for request in scheduler.queues.unfinished.values():  # they may share pinned pages
             spare.append(prefixes.available_pages(request) - max_pages(request, size))
-        return capacity - min(spare)
+        return min(spare)
 
     def resize(self, capacity: int) -> None:
         """Set the number of pages. Requests that lose their pages start over when some are free.
@@ -49,12 +53,22 @@ class ElasticPages:
             )
         self._vacate(self._scheduler.resize(capacity))
 
-    def give_back(self, count: int) -> int:
-        """Withhold up to ``count`` unused pages; returns how many."""
-        pool = self._scheduler.pool
-        pages = pool.withhold(min(count, max(pool.capacity - self.min_pages, 0)))
-        self._vacate(pages)
-        return len(pages)
+    def give_back(self, nbytes: int, page_bytes: int) -> int:
+        """Withhold up to ``nbytes`` of unused pages, and of frames and slots; returns how many."""
+        pool, groups = self._scheduler.pool, self._scheduler.groups
+        if groups is None or groups.budget.nbytes is None:
+            count = max(pool.capacity - self.min_pages, 0)
+            pages = pool.withhold(min(nbytes // page_bytes, count))
+            self._vacate(pages)
+            return len(pages) * page_bytes
+        pinned = self._scheduler.prefixes.num_pinned
+        if pinned or self._scheduler.queues.unfinished:
+            spare = max(self._spare_pages(groups.most_pages(1, pinned)), 0)
+            nbytes = min(nbytes, spare * page_bytes)
+        given = groups.budget.shrink(nbytes)
+        for region, places in enumerate(groups.take_vacated().places):  # no plan is in flight
+            self._executor.on_ranks(_vacate_region, list(places), region)
+        return given
 
     def trim(self) -> None:
         """Forget cached prefixes and return the memory of all unused pages. On a GPU without

@@ -51,6 +51,14 @@ class Vacated(NamedTuple):
         return tuple(map(tuple, (self.pages, *self.frames, self.slots))) if self else ()
 
 
+class Written(NamedTuple):
+    """Places for the caller to write what the token after a prefix needs besides pages: by group
+    its frames, and a slot for its state (0: there are no states)."""
+
+    frames: list[Held]
+    slot: int
+
+
 class Pinned(NamedTuple):
     """What a pinned prefix holds besides its pages."""
 
@@ -106,8 +114,7 @@ class Groups:
         return needs if self.states is None else [*needs, slots]
 
     def _resize(self, num_pages: int) -> None:
-        if self.budget.nbytes is not None:
-            self.budget.nbytes += num_pages * self._pool.unit_bytes
+        self.budget.grow(num_pages * self._pool.unit_bytes)
 
     def _forget(self, page: int | None) -> None:
         """A page (``None``: every page) is not known any more."""
@@ -401,10 +408,11 @@ class Groups:
 
     # Contents from elsewhere
 
-    def begin_writing(self, num_pages: int) -> list[Held] | None:
-        """Frames for those of a prefix's pages that the token after it sees, for the caller to
-        write. ``None``: there are too few."""
-        tokens, needs, found = num_pages * self._config.page_size, self._needs(), []
+    def begin_writing(self, num_pages: int) -> Written | None:
+        """Places for what the token after a prefix of full pages needs. ``None``: there are too
+        few."""
+        tokens, states, found = num_pages * self._config.page_size, self.states, []
+        needs = self._needs(slots=1)
         for index, pool in enumerate(self.frames):
             found.append(Held(0, pool.first_seen(tokens)))
             needs[1 + index] = num_pages - found[-1].first
@@ -412,14 +420,27 @@ class Groups:
             return None
         for pool, held in zip(self.frames, found, strict=True):
             pool.grow(held, num_pages)
-        return found
+        return Written(found, 0 if states is None else states.take(1)[0])
 
-    def end_writing(self, pages: Sequence[int], written: Sequence[Held]) -> None:
-        """These known pages have the frames of :meth:`begin_writing`, unless they had some."""
-        for pool, held in zip(self.frames, written, strict=True):
+    def end_writing(self, pages: Sequence[int], written: Written) -> None:
+        """These known pages have the places of :meth:`begin_writing`, unless they had some. Without
+        pages nothing was written."""
+        for pool, held in zip(self.frames, written.frames, strict=True):
             for index in range(held.first, held.end if pages else 0):
                 pool.attach(pages[index], held.frame(index))
             pool.release(held)
+        if self.states is not None and pages:
+            before = self._last_snapshot(self.states, pages[:-1])
+            tokens = len(pages) * self._config.page_size
+            self.states.attach(pages[-1], written.slot, tokens, before)
+        elif self.states is not None:
+            self.states.give_back((written.slot,))
+
+    @staticmethod
+    def _last_snapshot(states: StatePool, pages: Sequence[int]) -> StateSnapshot | None:
+        """The last snapshot of known pages."""
+        found = (states.of(page) for page in reversed(pages))
+        return next((one for one in found if one is not None), None)
 
     # Pins
 

@@ -15,16 +15,21 @@ from sdk.api.errors import OutOfMemoryError, RequestError, SnapshotError
 from sdk.api.params import SamplingParams
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
-from sdk.engine.pages.groups import Groups
+from sdk.engine.pages.frames import Held
+from sdk.engine.pages.groups import NO_HIT, Groups
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank.kv_transfer import (
     Bytes,
     LayerKV,
+    LayerStates,
     StoredKV,
     joined,
+    joined_states,
     read_layer,
+    read_state,
     write_layer,
+    write_state,
 )
 from sdk.engine.rank.page_rows import joined_rows, read_rows, write_rows
 from sdk.engine.scheduling.request import Request
@@ -39,13 +44,16 @@ _MAX_TOKENS = 8192
 
 class PrefixStore:
     """Pins, reads and writes prefixes in the pages of one engine. ``spec`` describes the pages of
-    all ranks together. Not thread-safe.
+    all ranks together, and states as one rank has them. Not thread-safe.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, spec: KVSpec) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, spec: KVSpec, num_ranks: int = 1
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._spec = spec
+        self._num_ranks = num_ranks  # that share the heads of states
 
     def keys(
         self, token_ids: Sequence[int], salt: str | None, adapter: str | None = None
@@ -68,7 +76,8 @@ class PrefixStore:
         return prefix.keys
 
     def tokens_of(self, request_id: str) -> tuple[list[int], str | None]:
-        """The computed tokens of an unfinished request, in whole pages, and its salt."""
+        """The computed tokens of an unfinished request, in whole pages, and its salt; with frames
+        and states as many as another request could begin after."""
         request = self._scheduler.queues.unfinished.get(request_id)
         if request is None:
             raise RequestError(
@@ -83,8 +92,11 @@ class PrefixStore:
                 f"request {request_id!r}: it runs with an adapter; snapshots of such requests are "
                 "not supported"
             )
-        size = self._scheduler.config.page_size
-        return request.token_ids[: request.num_computed // size * size], request.job.cache_salt
+        size, groups = self._scheduler.config.page_size, self._scheduler.groups
+        num_pages = request.num_computed // size
+        if groups is not None:
+            num_pages = groups.longest(self._scheduler.pool.match(request.keys)).num_pages
+        return request.token_ids[: num_pages * size], request.job.cache_salt
 
     # Pins
 
@@ -141,62 +153,61 @@ class PrefixStore:
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
             return None
-        frames: Sequence[Sequence[int]] = ()
-        self._check_groups()
+        hit = NO_HIT
         if (groups := self._scheduler.groups) is not None:
             hit = groups.longest(pages)
             if hit.num_pages < len(pages):
                 return None
-            frames = hit.frames
         locations = self._scheduler.pool.locations(pages)
         tier = min(page_tier(location)[0] for location in locations)
-        return self._read(locations, tier, frames)
-
-    def _check_groups(self) -> None:
-        """:raises RequestError: the model has recurrent states, or layers of several shapes."""
-        found = "recurrent states" if self._scheduler.config.states is not None else ""
-        spec = self._spec
-        own = spec.kv_heads, spec.head_dim, spec.head_dim
-        if not found and any(cache[:3] != own or cache[4:] == (True,) for cache in spec.caches):
-            found = "keys and values of several shapes"
-        if found:
-            raise RequestError(
-                f"a snapshot holds keys and values of one shape, and this model has {found}, which "
-                "are not supported there; its prefixes stay in the prefix cache, and pin keeps them"
-            )
+        slot = 0 if hit.snapshot is None else hit.snapshot.slot
+        layers = self._read(locations, tier, hit.frames, slot)
+        tokens = len(pages) * self._scheduler.config.page_size
+        return StoredKV(self._spec.tiers[tier], tuple(layers), tokens)
 
     def _read(
-        self, locations: list[int], tier: int, frames: Sequence[Sequence[int]] = ()
-    ) -> StoredKV:
+        self,
+        locations: list[int],
+        tier: int,
+        frames: Sequence[Sequence[int]] = (),
+        slot: int = 0,
+    ) -> list[LayerKV | LayerStates]:
         """The contents of pages as rows of the type of a tier. ``frames``: by window group those of
-        the last pages."""
-        layers = []
-        step = max(_MAX_TOKENS // self._scheduler.config.page_size, 1)
+        the last pages; ``slot``: of their state."""
+        spec, layers = self._spec, list[LayerKV | LayerStates]()
         regions = [locations, *map(list, frames)]
-        for layer in range(self._spec.num_layers):
-            parts = []
-            places = regions[self._spec.region(layer)]
-            for begin in range(0, len(places), step):
-                some = places[begin : begin + step]
-                answers = self._executor.on_ranks(read_layer, layer, some, tier)
-                parts.append(joined(answers, self._spec.kv_heads))
-            rows = parts[0].rows
-            if len(parts) > 1:
-                rows = np.concatenate([part.rows for part in parts])
-            layers.append(LayerKV(rows, parts[0].centre))
-        return StoredKV(self._spec.tiers[tier], tuple(layers))
+        for layer in range(spec.num_layers):
+            region = spec.region(layer)
+            if region == spec.num_regions - 1:
+                answers = self._executor.on_ranks(read_state, layer, slot)
+                layers.append(joined_states(answers))
+            else:
+                layers.append(self._read_rows(layer, regions[region], tier))
+        return layers
+
+    def _read_rows(self, layer: int, places: list[int], tier: int) -> LayerKV:
+        """The contents of these pages or frames of one layer, from all ranks."""
+        step, parts = max(_MAX_TOKENS // self._scheduler.config.page_size, 1), []
+        for begin in range(0, len(places), step):
+            some = places[begin : begin + step]
+            answers = self._executor.on_ranks(read_layer, layer, some, tier)
+            parts.append(joined(answers, self._spec.cache(layer).kv_heads))
+        if len(parts) == 1:
+            return parts[0]
+        return LayerKV(np.concatenate([part.rows for part in parts]), parts[0].centre)
 
     def restore(
         self, token_ids: Sequence[int], salt: str | None, stored: StoredKV, *, pin: bool
     ) -> int:
         """Write a prefix into unused pages of the cache; returns how many of its tokens fitted:
-        with window groups all or none.
+        with window groups or states all or none.
 
         :raises OutOfMemoryError: ``pin`` is set and the prefix does not fit.
-        :raises SnapshotError: layers with a window lack tokens that this engine keeps.
+        :raises SnapshotError: layers with a window lack tokens that this engine keeps; states are
+            not those after the last token that this engine can use, or of other ranks.
         """
         keys, size = self.keys(token_ids, salt), self._scheduler.config.page_size
-        self._check_rows(stored)
+        self._check_rows(stored, len(keys) * size)
         pool, groups = self._scheduler.pool, self._scheduler.groups
         pages = pool.acquire(pool.match(keys), 0) or []
         known = len(pages)
@@ -215,7 +226,7 @@ class PrefixStore:
             self._write(new, known, stored)
             for page, key in zip(new, keys[known:], strict=False):
                 pool.publish(page, key)
-            if groups is not None and not self._write_frames(groups, pages, stored):
+            if groups is not None and not self._write_groups(groups, pages, stored):
                 return groups.longest(pages).num_pages * size
             if pin:
                 self.pin(token_ids, salt)
@@ -224,48 +235,71 @@ class PrefixStore:
         self._scheduler.prefixes.restored += len(new)
         return len(pages) * size
 
-    def _check_rows(self, stored: StoredKV) -> None:
-        """See :meth:`restore`."""
-        self._check_groups()
-        if self._scheduler.groups is not None:
-            return
-        most = max((len(layer.rows) for layer in stored.layers), default=0)
+    def _check_rows(self, stored: StoredKV, num_tokens: int) -> None:
+        """See :meth:`restore`; ``num_tokens``: those that would be restored."""
+        most = stored.num_tokens
         for index, layer in enumerate(stored.layers):
-            if len(layer.rows) < most:
+            if isinstance(layer, LayerStates):
+                self._check_state(index, stored, layer, num_tokens)
+            elif len(layer.rows) < most and self._scheduler.groups is None:
                 raise SnapshotError(
                     f"the snapshot has only the last {len(layer.rows)} of {most} tokens of layer "
                     f"{index}, which has a window, and with the options of this LLM such layers "
                     "keep all tokens (see explain()): restore it without these options"
                 )
 
-    def _write_frames(self, groups: Groups, pages: list[int], stored: StoredKV) -> bool:
-        """Write what the token after a prefix sees in layers with a window; whether all of it is
-        stored and fits."""
+    def _check_state(
+        self, index: int, stored: StoredKV, layer: LayerStates, num_tokens: int
+    ) -> None:
+        config = self._scheduler.config
+        if num_tokens != stored.num_tokens:
+            raise SnapshotError(
+                f"the snapshot has recurrent states after {stored.num_tokens} tokens, and this LLM "
+                f"could begin after {num_tokens} of them: its pages have {config.page_size} tokens "
+                f"(block_size), and prompts of up to {config.max_model_len - 1} (max_model_len)"
+            )
+        ranks, found, own = len(layer.rows), stored.spec.caches[index], self._spec.caches[index]
+        if ranks != self._num_ranks or found != own:
+            raise SnapshotError(
+                f"the snapshot has recurrent states of {ranks} ranks, in layer {index} {found}; "
+                f"expected {self._num_ranks} ranks (tensor_parallel_size), {own}: states are not "
+                "converted, so restore it with as many ranks"
+            )
+
+    def _write_groups(self, groups: Groups, pages: list[int], stored: StoredKV) -> bool:
+        """Write what the token after a prefix sees in layers with a window, and its state; whether
+        all of it is stored and fits."""
         written = groups.begin_writing(len(pages))
         if written is None:
             return False
-        size, end = self._scheduler.config.page_size, len(pages)
-        num_tokens = max(len(layer.rows) for layer in stored.layers)
         known: list[int] = []
         try:
             for layer, held in enumerate(stored.layers):
                 region = self._spec.region(layer)
-                if not region:
-                    continue
-                first = written[region - 1].first
-                begin = first * size - (num_tokens - len(held.rows))
-                rows = held.rows
-                if begin < 0:  # the first tokens of a page, which no later token sees
-                    if end * size + 1 - self._spec.windows[region - 1] < num_tokens - len(rows):
+                if isinstance(held, LayerStates):
+                    self._executor.on_ranks(write_state, layer, written.slot, held.rows)
+                elif region:
+                    frames = written.frames[region - 1]
+                    if not self._write_frames(layer, frames, held, stored):
                         return False
-                    rows = np.pad(rows, ((-begin, 0), (0, 0), (0, 0)))
-                    begin = 0
-                frames = [written[region - 1].frame(index) for index in range(first, end)]
-                part = LayerKV(rows[begin : begin + len(frames) * size], held.centre)
-                self._executor.on_ranks(write_layer, layer, frames, part, stored.spec)
             known = pages
         finally:
             groups.end_writing(known, written)
+        return True
+
+    def _write_frames(self, layer: int, to: Held, held: LayerKV, stored: StoredKV) -> bool:
+        """Write the last rows of one layer; whether it has all that the next token sees."""
+        size, rows = self._scheduler.config.page_size, held.rows
+        window = self._spec.windows[self._spec.region(layer) - 1]
+        left_out = stored.num_tokens - len(rows)
+        begin = to.first * size - left_out
+        if begin < 0:  # the first tokens of a page, which no later token sees
+            if to.end * size + 1 - window < left_out:
+                return False
+            rows = np.pad(rows, ((-begin, 0), (0, 0), (0, 0)))
+            begin = 0
+        part = LayerKV(rows[begin : begin + len(to.frames) * size], held.centre)
+        self._executor.on_ranks(write_layer, layer, list(to.frames), part, stored.spec)
         return True
 
     # Parts of prefixes, which are handed over between engines
@@ -285,7 +319,8 @@ class PrefixStore:
         Equal rows stand for equal keys only where these and ``dtype`` are equal.
         """
         frames = [[0]] * len(self._spec.windows)
-        return [layer.centre for layer in self._read([0], 0, frames).layers]  # 0: of no request
+        layers = self._read([0], 0, frames)  # 0: of no request
+        return [layer.centre if isinstance(layer, LayerKV) else None for layer in layers]
 
     def num_cached(self, keys: Sequence[PageKey]) -> int:
         """How many of these pages, from the first on, are cached. Changes nothing."""
@@ -350,13 +385,13 @@ class PrefixStore:
         locations = self._scheduler.pool.locations(pages)
         size = self._scheduler.config.page_size
         step = max(_MAX_TOKENS // size, 1)
-        for layer, (rows, centre) in enumerate((x.rows, x.centre) for x in stored.layers):
-            if self._spec.region(layer):
+        for layer, held in enumerate(stored.layers):
+            if self._spec.region(layer) or isinstance(held, LayerStates):
                 continue
             for begin in range(0, len(locations), step):
                 some = locations[begin : begin + step]
                 at = (first + begin) * size
-                part = LayerKV(rows[at : at + len(some) * size], centre)
+                part = LayerKV(held.rows[at : at + len(some) * size], held.centre)
                 self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
 
 

@@ -340,7 +340,11 @@ class Prefixes:
         pool, groups = self.pool, self.groups
         assert groups is not None
         idle = pool.count_idle(hits)
-        if self.missing(request, found, num_new + idle + spare):
+        missing = self.missing(request, found, num_new + idle + spare)
+        if missing and pool.on_shortage is not None:  # granted as pages, for all kinds
+            pool.on_shortage(-(-missing // max(pool.unit_bytes, 1)), True)
+            missing = self.missing(request, found, num_new + idle + spare)
+        if missing:
             return None
         pool.acquire(hits, 0)
         sources = self._tail_frames(groups, found)

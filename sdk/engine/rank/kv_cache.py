@@ -111,12 +111,20 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         num_frames=config.num_frames,
         num_states=config.num_states,
         keys_transposed=ops.keys_transposed,
-        first_head=mesh.heads(model.num_heads, model.num_kv_heads).kv_start,
+        first_heads=[_first_head(model, mesh, model.caches[cache]) for cache in own],
         first_layer=own.start,
+        rank=mesh.rank,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
         keep=config.kv_keep,
     )
+
+
+def _first_head(model: ModelConfig, mesh: Mesh, cache: Cache) -> int:
+    """The first of a cache's key/value heads that a rank has."""
+    if isinstance(cache, StateCache):
+        return 0
+    return mesh.heads(model.num_heads, cache.kv_heads).kv_start
 
 
 def caches_of_layers(model: ModelConfig, layers: range) -> range:
@@ -158,8 +166,9 @@ class KVCache:
     are codes.
 
     ``keys_transposed``: the memory order of a page's keys that the backend needs (see ``KVPages``).
-    ``first_head``, ``first_layer``: the first of the model's key/value heads and caches that this
-    rank holds.
+    ``first_heads``: by layer the first of its key/value heads that this rank holds; empty: 0.
+    ``first_layer``: the first of the model's caches here. ``rank``: this one among those that share
+    the heads of states.
     ``num_swap_pages`` more pages are in swap space: see
     :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
     that stay in the first tier.
@@ -174,8 +183,9 @@ class KVCache:
         num_frames: Sequence[int] = (),
         num_states: int = 0,
         keys_transposed: bool = True,
-        first_head: int = 0,
+        first_heads: Sequence[int] = (),
         first_layer: int = 0,
+        rank: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
         keep: tuple[int, int] = KEPT_PAGES,
@@ -189,7 +199,8 @@ class KVCache:
             raise ValueError(
                 f"KVCache: expected frames of {len(spec.windows)} window groups, found {num_frames}"
             )
-        self.first_head, self.first_layer = first_head, first_layer
+        self.first_heads = tuple(first_heads) or (0,) * spec.num_layers
+        self.first_layer, self.rank = first_layer, rank
         self._device = torch.device(device)
         self._keys_transposed = keys_transposed
         self._swap = num_swap_pages, swap_path

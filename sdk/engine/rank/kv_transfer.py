@@ -1,4 +1,4 @@
-"""Moves keys and values out of the pages of one engine and into those of another.
+"""Moves keys and values out of the pages of one engine and into those of another, and states.
 
 Outside of pages they are stored token by token, so that neither the page size nor the number of
 ranks matters: for each layer uint8 ``[tokens, kv_heads, row]``. A row has the codes of a key, those
@@ -7,6 +7,9 @@ the centre of their keys subtracted; others are neither. Rows go into pages of t
 bit; for other types they are decoded and encoded again.
 
 Tiered pages are read as rows of one type, that of the best of them.
+
+A recurrent state is stored as each rank has it: only operators know what its numbers mean, so
+nothing is converted, and engines with other numbers of ranks cannot take it.
 
 The functions that take a runner run on every rank (see ``Executor.on_ranks``).
 """
@@ -26,6 +29,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import encode, mixed
+from sdk.kernels.states import LayerState
+from sdk.quant.caches import StateCache
 from sdk.quant.spec import KVPart, KVSpec
 
 if TYPE_CHECKING:
@@ -52,26 +57,41 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The recurrent state of one layer after the last token: ``rows`` uint8 ``[ranks, bytes]``, the
+    parts of ``StateCache`` one after another.
+    """
+
+    rows: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StoredKV:
-    """All layers and heads of consecutive tokens; ``spec.page_size`` is not used."""
+    """What all layers and heads keep of ``num_tokens`` consecutive tokens. ``spec.page_size`` is
+    not used. Layers with a window may have the last rows only.
+    """
 
     spec: KVSpec
-    layers: tuple[LayerKV, ...]
+    layers: tuple[LayerKV | LayerStates, ...]
+    num_tokens: int
 
 
 def row_widths(spec: KVSpec, layer: int) -> list[int]:
     """Bytes of a row's four parts: codes of key and value, scales of key and value."""
-    parts = spec.parts(layer)
-    codes = [part.type.code_bytes(spec.head_dim) for part in parts]
+    parts, cache = spec.parts(layer), spec.cache(layer)
+    widths = cache.key_dim, 0 if cache.latent else cache.value_dim
+    codes = [part.type.code_bytes(width) for part, width in zip(parts, widths, strict=True)]
     return codes + [part.groups * part.type.scale_bytes for part in parts]
 
 
 class _Side(NamedTuple):
-    """How keys or values are stored: type, whether mixed, and the centre that was subtracted."""
+    """How keys or values are stored: type, whether mixed, and the centre that was subtracted.
+    ``value_dim``: of latents, whose values are mixed like keys (``page_codes.mixed``)."""
 
     part: KVPart
     mixed: bool
     centre: Tensor | None = None
+    value_dim: int = 0
 
     def like(self, other: _Side) -> bool:
         """Whether both store the same values as the same bytes."""
@@ -87,13 +107,19 @@ class _Side(NamedTuple):
 def _in_pages(spec: KVSpec, layer: int, kv: KVPages) -> tuple[_Side, _Side]:
     """How a layer's keys and values are stored in pages of one tier."""
     k, v = spec.parts(layer)
-    return _Side(k, kv.k_mixed, kv.k_centre), _Side(v, kv.v_mixed)
+    return _Side(k, kv.k_mixed, kv.k_centre, _latent(spec, layer)), _Side(v, kv.v_mixed)
 
 
 def _in_rows(spec: KVSpec, layer: int, centre: Tensor | None) -> tuple[_Side, _Side]:
     """How a layer's keys and values are stored in rows; ``centre``: of its keys, if any."""
     k, v = spec.parts(layer)
-    return _Side(k, k.type.hadamard, centre), _Side(v, v.type.hadamard)
+    also = _latent(spec, layer)
+    return _Side(k, k.type.hadamard, centre, also), _Side(v, v.type.hadamard)
+
+
+def _latent(spec: KVSpec, layer: int) -> int:
+    cache = spec.cache(layer)
+    return cache.value_dim if cache.latent else 0
 
 
 def read_layer(
@@ -103,9 +129,11 @@ def read_layer(
     (0 without a tiered cache), and the first of the heads. ``None``: another stage has the layer.
     """
     layer -= runner.kv.first_layer
-    if not 0 <= layer < len(runner.kv.pages):
+    if not 0 <= layer < len(runner.kv.layers):
         return None
-    tiers, specs = runner.kv.pages[layer].tiers, runner.kv.spec.tiers
+    pages, specs = runner.kv.layers[layer], runner.kv.spec.tiers
+    assert isinstance(pages, KVPages)
+    tiers = pages.tiers
     mixes = specs[tier].parts(layer)[0].type.hadamard
     centre = tiers[0].k_centre if mixes else None
     to = _in_rows(specs[tier], layer, centre)
@@ -124,7 +152,7 @@ def read_layer(
         parts.append(np.concatenate([column.cpu().numpy() for column in found], -1))
     taken = None if centre is None else centre.cpu().numpy()
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return runner.kv.first_head, LayerKV(rows, taken)
+    return runner.kv.first_heads[layer], LayerKV(rows, taken)
 
 
 def _read(
@@ -133,7 +161,8 @@ def _read(
     """Rows of codes and of scales; floats have no columns of scales."""
     codes, scales = _rows(pages[0], at), pages[1]
     found = codes[..., :0] if scales is None else _rows(_by_slot(scales, codes.shape[1]), at)
-    return (codes, found) if stored.like(target) else _converted(codes, found, stored, target)
+    as_is = stored.like(target) or not codes.shape[-1]  # latents have no values of their own
+    return (codes, found) if as_is else _converted(codes, found, stored, target)
 
 
 def _by_slot(scales: Tensor, heads: int) -> Tensor:
@@ -147,12 +176,15 @@ def _rows(x: Tensor, pages: Tensor) -> Tensor:
     x = x.view(getattr(torch, INTS[x.dtype.itemsize]))
     if x.is_cpu:
         found = x.numpy()[pages.numpy()].swapaxes(1, 2)
-        return _as_bytes(torch.from_numpy(found.reshape(-1, *found.shape[2:])))
+        return _as_bytes(
+            torch.from_numpy(found.reshape(len(found) * found.shape[1], *found.shape[2:]))
+        )
     return _as_bytes(x[pages].transpose(1, 2).flatten(0, 1))
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8).view(*x.shape[:-1], -1)
+    width = x.shape[-1] * x.itemsize
+    return x.reshape(-1).view(torch.uint8).view(*x.shape[:-1], width)
 
 
 def write_layer(
@@ -164,10 +196,11 @@ def write_layer(
     not have the layer.
     """
     own_layer = layer - runner.kv.first_layer
-    if not 0 <= own_layer < len(runner.kv.pages):
+    if not 0 <= own_layer < len(runner.kv.layers):
         return
-    kv = runner.kv.pages[own_layer]
-    first, count = runner.kv.first_head, kv.k.shape[1]
+    kv = runner.kv.layers[own_layer]
+    assert isinstance(kv, KVPages)
+    first, count = runner.kv.first_heads[own_layer], kv.k.shape[1]
     device = kv.k.device
     rows = torch.from_numpy(stored.rows[:, first : first + count].copy()).to(device)
     columns = torch.split(rows, row_widths(source, layer), dim=-1)
@@ -179,7 +212,7 @@ def write_layer(
     sides = zip(_in_rows(source, layer, theirs), own, strict=True)
     for side, (given, target) in enumerate(sides):
         codes, scales = columns[side], columns[side + 2]
-        if not given.like(target):
+        if not given.like(target) and codes.shape[-1]:
             codes, scales = _converted(codes, scales, given, target)
         to, to_scales = ((kv.k, kv.k_scale), (kv.v, kv.v_scale))[side]
         _put(to, at, codes)
@@ -187,10 +220,49 @@ def write_layer(
             _put(_by_slot(to_scales, count), at, scales)
 
 
+def read_state(runner: ModelRunner, layer: int, slot: int) -> tuple[int, Bytes] | None:
+    """This rank's number and its part of a layer's state in one slot. ``None``: another stage has
+    the layer.
+    """
+    parts = _state_parts(runner, layer, slot)
+    if parts is None:
+        return None
+    return runner.kv.rank, np.concatenate([_flat_bytes(part).cpu().numpy() for part in parts])
+
+
+def write_state(runner: ModelRunner, layer: int, slot: int, rows: Bytes) -> None:
+    """Write each rank's part of a layer's state, uint8 ``[ranks, bytes]``, into one slot."""
+    parts = _state_parts(runner, layer, slot)
+    begin = 0
+    for part in parts or ():
+        end = begin + part.numel() * part.itemsize
+        own, target = rows[runner.kv.rank, begin:end], _flat_bytes(part)
+        if target.is_cpu:
+            target.numpy()[:] = own
+        else:
+            target.copy_(torch.from_numpy(own.copy()))
+        begin = end
+
+
+def _flat_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _state_parts(runner: ModelRunner, layer: int, slot: int) -> list[Tensor] | None:
+    layer -= runner.kv.first_layer
+    if not 0 <= layer < len(runner.kv.layers):
+        return None
+    state, cache = runner.kv.layers[layer], runner.kv.spec.caches[layer]
+    assert isinstance(state, LayerState) and isinstance(cache, StateCache)
+    return [state[part.name][slot] for part in cache.parts]
+
+
 def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
     """The inverse of ``_rows``."""
     dtype = getattr(torch, INTS[x.dtype.itemsize])
     _, heads, slots, width = x.shape
+    if not width:
+        return
     shape = len(pages), slots, heads, width
     if x.is_cpu:
         found = torch.from_numpy(np.ascontiguousarray(rows.numpy())).view(dtype).view(shape)
@@ -216,11 +288,18 @@ def _convert(codes: Tensor, scales: Tensor, given: _Side, target: _Side) -> tupl
     kind = given.part.type
     words = scales.contiguous().view(kind.scale_dtype) if kind.scale else None
     x = kind.decode(codes.contiguous().view(kind.storage_dtype), words)
-    x = mixed(x) if given.mixed else x
+    x = mixed(x, given.value_dim) if given.mixed else x
     x = x if given.centre is None else x + given.centre
     x = x if target.centre is None else x - target.centre
-    made, scaled = encode(x, target.part.type, target.part.groups, mix=target.mixed)
+    part, also = target.part, target.value_dim
+    made, scaled = encode(x, part.type, part.groups, mix=target.mixed, also=also)
     return _as_bytes(made), scales[..., :0] if scaled is None else _as_bytes(scaled)
+
+
+def joined_states(answers: Sequence[tuple[int, Bytes] | None]) -> LayerStates:
+    """The parts of all ranks, in their order; those of other stages have none."""
+    parts = dict(answer for answer in answers if answer is not None)
+    return LayerStates(np.stack([parts[rank] for rank in sorted(parts)]))
 
 
 def joined(answers: Sequence[tuple[int, LayerKV] | None], kv_heads: int) -> LayerKV:

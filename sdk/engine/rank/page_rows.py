@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class RankRows(NamedTuple):
-    """For each layer the rows of a rank's heads, the first of which is ``first_head``."""
+    """For each layer the rows of a rank's heads, and the first of these heads."""
 
-    first_head: int
+    first_heads: tuple[int, ...]
     layers: list[Bytes]
 
 
@@ -36,7 +36,7 @@ def read_rows(runner: ModelRunner, pages: list[int]) -> RankRows:
     kv = runner.kv
     if not kv.pages[0].k.is_cpu:
         layers = range(len(kv.pages))
-        return RankRows(kv.first_head, [_layer(runner, i, pages).rows for i in layers])
+        return RankRows(kv.first_heads, [_layer(runner, i, pages).rows for i in layers])
     at, found = _index(pages), []
     for layer in kv.pages:
         columns = _columns(layer)
@@ -46,7 +46,7 @@ def read_rows(runner: ModelRunner, pages: list[int]) -> RankRows:
         for column, part in zip(columns, _parts(rows, columns), strict=True):
             part[...] = column[at].swapaxes(1, 2)
         found.append(rows.reshape(-1, heads, width))
-    return RankRows(kv.first_head, found)
+    return RankRows(kv.first_heads, found)
 
 
 def write_rows(
@@ -61,10 +61,10 @@ def write_rows(
             write_layer(runner, i, pages, _with_centre(runner, i, rows), spec)
         return
     at = _index(pages)
-    for layer, rows in zip(kv.pages, stored, strict=True):
+    for layer, rows, first in zip(kv.pages, stored, kv.first_heads, strict=True):
         columns = _columns(layer)
         _, heads, slots = columns[0].shape[:3]
-        own = rows[:, kv.first_head : kv.first_head + heads]
+        own = rows[:, first : first + heads]
         own = own.reshape(len(pages), slots, heads, -1)
         for column, part in zip(columns, _parts(own, columns), strict=True):
             column[at] = part.swapaxes(1, 2)
@@ -124,10 +124,11 @@ def joined_rows(parts: Sequence[RankRows], kv_heads: int) -> list[Bytes]:
     if len(parts) == 1:
         return parts[0].layers
     found = []
-    for layers in zip(*(part.layers for part in parts), strict=True):
+    for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
         tokens, _, width = layers[0].shape
         rows = np.empty((tokens, kv_heads, width), dtype=np.uint8)
         for part, own in zip(parts, layers, strict=True):
-            rows[:, part.first_head : part.first_head + own.shape[1]] = own
+            first = part.first_heads[index]
+            rows[:, first : first + own.shape[1]] = own
         found.append(rows)
     return found

@@ -52,6 +52,7 @@ _FUNCTIONS = (
     ),
     *(adapters.features, adapters.learn_elsewhere),
     *(kv_transfer.read_layer, kv_transfer.write_layer),
+    *(kv_transfer.read_state, kv_transfer.write_state),
     *(page_rows.read_rows, page_rows.write_rows),
     *elastic.ON_RANKS,
 )
