@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _LINE = 64  # bytes of a cache line
 #: Bytes of an element of a state, by the name of its torch dtype.
@@ -63,6 +63,39 @@ class StateCache(NamedTuple):
 
 
 Cache = AttentionCache | StateCache
+
+
+def described(cache: Cache) -> dict[str, Any]:
+    """A cache as JSON, for files and messages."""
+    if isinstance(cache, StateCache):
+        return {"state": [[part.name, list(part.shape), part.dtype] for part in cache.parts]}
+    return cache._asdict()
+
+
+def cache_of(fields: dict[str, Any]) -> Cache:
+    """The inverse of :func:`described`.
+
+    :raises ValueError, KeyError, TypeError, IndexError: it is none of its results.
+    """
+    if "state" in fields:
+        parts = [StatePart(str(one[0]), tuple(one[1]), str(one[2])) for one in fields["state"]]
+        counts = [count for part in parts for count in part.shape]
+        if not parts or not all(map(_is_count, counts)):
+            raise ValueError(parts)
+        found = StateCache(tuple(parts))
+        found.nbytes  # noqa: B018 (a KeyError if a type does not exist)
+        return found
+    cache = AttentionCache(**fields)
+    counts = [cache.kv_heads, cache.key_dim, cache.value_dim]
+    counts += [] if cache.window is None else [cache.window]
+    odd = cache.key_dim % 2 or cache.value_dim % 2
+    if odd or not all(map(_is_count, counts)) or type(cache.latent) is not bool:
+        raise ValueError(cache)
+    return cache
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
 
 
 def window_groups(caches: Sequence[Cache]) -> tuple[int, ...]:

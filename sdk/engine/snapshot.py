@@ -43,7 +43,7 @@ from sdk.engine.model_key import ModelKey
 from sdk.engine.rank.kv_transfer import LayerKV, LayerStates, StoredKV, row_widths
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.json_file import parse_json
-from sdk.quant.caches import AttentionCache, Cache, StateCache, StatePart
+from sdk.quant.caches import StateCache, cache_of, described
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec
 
@@ -136,7 +136,7 @@ class Snapshot:
         if spec.caches or rows != [self.num_tokens] * len(rows):  # windows
             header["rows"], version = rows, _VERSIONS[1]
         if spec.caches:
-            header["caches"], version = [_described(one) for one in spec.caches], _VERSIONS[2]
+            header["caches"], version = [described(one) for one in spec.caches], _VERSIONS[2]
         text = json.dumps(header).encode()
         yield memoryview(_START.pack(_MAGIC, version, len(text)) + text)
         yield _bytes(np.array(self.token_ids, dtype="<i4"))
@@ -224,30 +224,6 @@ def _centre(layer: LayerKV | LayerStates) -> NDArray[np.float32] | None:
     return layer.centre if isinstance(layer, LayerKV) else None
 
 
-def _described(cache: Cache) -> dict[str, Any]:
-    """A layer's cache for the header."""
-    if isinstance(cache, StateCache):
-        return {"state": [[part.name, list(part.shape), part.dtype] for part in cache.parts]}
-    return cache._asdict()
-
-
-def _cache_of(fields: dict[str, Any]) -> Cache:
-    """The inverse of :func:`_described`. :raises ValueError: it is none of its results."""
-    if "state" in fields:
-        parts = [StatePart(str(one[0]), tuple(one[1]), str(one[2])) for one in fields["state"]]
-        if not parts or not all(_is_count(n) for part in parts for n in part.shape):
-            raise ValueError(parts)
-        return StateCache(tuple(parts))
-    cache = AttentionCache(**fields)
-    counts = [cache.kv_heads, cache.key_dim, cache.value_dim]
-    counts += [] if cache.window is None else [cache.window]
-    if not all(map(_is_count, counts)) or type(cache.latent) is not bool:
-        raise ValueError(cache)
-    if cache.key_dim % 2 or cache.value_dim % 2:
-        raise ValueError(cache)
-    return cache
-
-
 def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
     start = file.read(_START.size)
     if len(start) < _START.size or start[: len(_MAGIC)] != _MAGIC:
@@ -266,10 +242,10 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
             raise ValueError(counts)
         tokens, layers, heads, head_dim = counts
         model = ModelKey(str(fields["model"]["name"]), str(fields["model"]["digest"]))
-        described = fields["caches"] if version == _VERSIONS[2] else ()
-        if layers > _MOST_LAYERS or head_dim % 2 or len(described) not in (0, layers):
+        given = fields["caches"] if version == _VERSIONS[2] else ()
+        if layers > _MOST_LAYERS or head_dim % 2 or len(given) not in (0, layers):
             raise ValueError(counts)
-        caches = tuple(map(_cache_of, described))
+        caches = tuple(map(cache_of, given))
         spec = KVSpec(layers, heads, head_dim, 1, str(fields["dtype"]), caches)
         rows = tuple(fields["rows"]) if version != _VERSIONS[0] else (tokens,) * layers
         header = _Header(model, tokens, spec, frozenset(fields["centred"]), rows)

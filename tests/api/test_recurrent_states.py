@@ -52,6 +52,23 @@ def test_answers_are_those_of_one_request_without_a_cache(path: Path) -> None:
         assert turns(llm)[0] == expected
 
 
+def test_requests_that_are_preempted_answer_the_same(path: Path) -> None:
+    """Pages for the prompts of two requests and for parts of their answers: the later one starts
+    over, from the state that it had, which is kept, or from an earlier one."""
+    prompts = [[3 + 7 * i * (k + 1) % 200 for i in range(40)] for k in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with LLM(path, enable_prefix_caching=False, max_num_seqs=1, **OPTIONS) as llm:
+        expected = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+    plan = LLM.plan(path, **{**OPTIONS, "max_num_seqs": 1})
+    slots = plan.states.slot_bytes
+    for pages, more in ((17, 3), (20, 3)):
+        nbytes = pages * plan.page_bytes + more * slots
+        with LLM(path, kv_cache_memory_bytes=nbytes, max_num_seqs=3, **OPTIONS) as llm:
+            outputs = llm.generate(prompts, params)
+            assert [list(one.outputs[0].token_ids) for one in outputs] == expected
+            assert llm.get_metrics()["num_preemptions"] > 0
+
+
 def test_a_plan_has_slots_for_requests_drafts_and_snapshots(path: Path) -> None:
     few, many = (LLM.plan(path, **OPTIONS, max_num_seqs=count) for count in (1, 8))
     assert few.states.slot_bytes == many.states.slot_bytes > 0

@@ -140,12 +140,35 @@ def test_a_budget_takes_what_nobody_uses_first_and_is_all_or_nothing() -> None:
     budget.check()
 
 
+def test_a_budget_that_shrinks_keeps_what_has_owners() -> None:
+    pool = PagePool(11, PAGE, limit=11)
+    pool.unit_bytes = 10
+    frames = FramePool(WindowGroup(16, 25, 20), PAGE, 11)
+    budget = Budget(200, [pool, frames], [0.5, 0.5])
+    assert budget.obtain([3, 2])
+    held, pages = Held(0), pool.acquire((), 3)
+    frames.grow(held, 2)
+    assert pages is not None
+    assert budget.shrink(60) == 60 and budget.nbytes == 140
+    assert budget.shrink(1000) == 60 and budget.nbytes == 80, "three pages and two frames"
+    assert (pool.capacity, frames.capacity) == (3, 2)
+    budget.grow(10)
+    assert budget.obtain([1, 0])
+    pool.release(pages)
+    frames.release(held)
+    assert budget.shrink(90) == 90 and budget.granted == 0
+    budget.check()
+
+
 def test_fixed_regions_lend_nothing() -> None:
     pool = PagePool(11, PAGE)
     frames = FramePool(WindowGroup(16, 25, 4), PAGE, 11)
     budget = Budget(None, [pool, frames], [0.5, 0.5])
     assert frames.capacity == 3
     assert budget.obtain([10, 3]) and not budget.obtain([0, 4]) and budget.missing([0, 5]) == 50
+    assert budget.shrink(10) == 0 and pool.capacity == 10
+    budget.grow(10)
+    assert budget.nbytes is None
 
 
 def test_the_snapshot_that_saves_least_is_evicted_and_its_tokens_count_for_the_next() -> None:

@@ -51,7 +51,8 @@ class EnginePages:
     def of(cls, llm: LLM) -> EnginePages:
         """Those of an ``LLM``; they do not keep it open.
 
-        :raises RequestError: its layers are in several processes, or several engines serve it.
+        :raises RequestError: its layers are in several processes, several engines serve it, or its
+            pages do not have all that there is of their tokens.
         """
         driver, prefixes = llm._driver, llm._prefixes
         whole = llm.config.pipeline_parallel_size == 1
@@ -59,6 +60,13 @@ class EnginePages:
             raise RequestError(
                 "hand over: expected one engine with all layers; use data_parallel_size=1 and "
                 "pipeline_parallel_size=1"
+            )
+        if driver.engine.scheduler.groups is not None:
+            model = prefixes.model_key.name
+            raise RequestError(
+                f"hand over: expected pages with all layers of {model}, found recurrent states, or "
+                "layers with a window that keep only its tokens (see explain()): such prefixes are "
+                "not handed over yet; save them with snapshot() and restore()"
             )
         return cls(driver, prefixes.kept, prefixes.model_key)
 
@@ -118,6 +126,13 @@ class EnginePages:
             raise TransferError(
                 f"the sender's keys and values have another shape: layers, heads and head size "
                 f"{shape}, expected {expected}"
+            )
+        if given.caches != own.caches:
+            layers = range(own.num_layers)
+            layer = next(i for i in layers if given.cache(i) != own.cache(i))
+            raise TransferError(
+                f"the sender's keys and values have another shape: layer {layer} has "
+                f"{given.cache(layer)}, expected {own.cache(layer)}"
             )
         if offer.numerics != self._numerics:
             raise TransferError(

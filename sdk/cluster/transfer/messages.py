@@ -19,6 +19,7 @@ from sdk.cluster.transfer.connector import End, Offer, Part, Rows
 from sdk.engine.model_key import ModelKey
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.loaders.json_file import parse_json
+from sdk.quant.caches import StateCache, cache_of, described
 from sdk.quant.errors import CheckpointError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.spec import KVSpec
@@ -35,6 +36,7 @@ _COUNT = struct.Struct("<Q")
 _ACCEPT = struct.Struct("<QIQ")
 _MOST = {"layers": 1 << 12, "heads": 1 << 16, "head_dim": 1 << 16, "page_size": 1 << 16}
 _MOST_NAME = 4096
+_BAD = CheckpointError, ValueError, KeyError, TypeError, IndexError, RecursionError
 
 
 class Kind(enum.IntEnum):
@@ -138,6 +140,7 @@ def pack_offer(offer: Offer) -> tuple[bytes, bytes]:
         "heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "page_size": spec.page_size,
+        "caches": [described(one) for one in spec.caches],
         "salt": offer.salt,
         "adapter": offer.adapter,
     }
@@ -155,10 +158,14 @@ def read_offer(frame: Frame) -> Offer:
     try:
         fields = parse_json(bytes(frame.head), "an offer")
         layers, heads, head_dim, page_size = (_count(fields[name], name) for name in _MOST)
-        spec = KVSpec(layers, heads, head_dim, page_size, _text(fields["dtype"]))
+        caches = tuple(map(cache_of, fields.get("caches", ())))
+        if len(caches) not in (0, layers) or any(isinstance(one, StateCache) for one in caches):
+            raise ValueError("caches")
+        spec = KVSpec(layers, heads, head_dim, page_size, _text(fields["dtype"]), caches)
         if spec.head_dim % 2 or ">" in spec.dtype:
             raise ValueError("head_dim or dtype")
-        row_widths(spec, 0)
+        for layer in range(layers if caches else 1):
+            row_widths(spec, layer)
         numerics = bytes.fromhex(_text(fields["numerics"]))
         if len(numerics) != 32 or len(frame.payload) % (4 * page_size) or not frame.payload:
             raise ValueError("numerics or tokens")
@@ -169,7 +176,7 @@ def read_offer(frame: Frame) -> Offer:
         names = [None if fields[x] is None else _text(fields[x]) for x in ("salt", "adapter")]
         tokens = tuple(ids.tolist())
         return Offer(_text(fields["transfer_id"]), model, numerics, spec, tokens, *names)
-    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except _BAD as error:
         found = f"{type(error).__name__}: {error}"
         raise TransferError(f"an OFFER frame cannot be used: {found}") from error
 
@@ -197,7 +204,7 @@ def read_part(frame: Frame, spec: KVSpec) -> Part:
     layer, first, count, digest = _unpack(_PART, frame)
     if layer >= spec.num_layers:
         raise TransferError(f"a part of layer {layer}; expected layers below {spec.num_layers}")
-    shape = count, spec.kv_heads, sum(row_widths(spec, layer))
+    shape = count, spec.cache(layer).kv_heads, sum(row_widths(spec, layer))
     expected = shape[0] * shape[1] * shape[2]
     if not count or len(frame.payload) != expected:
         raise TransferError(

@@ -154,19 +154,21 @@ def read_chunk(key: bytes, value: bytes, spec: KVSpec) -> Sequence[Rows]:
     header = read_header(value[:HEADER_BYTES])
     view = memoryview(value)[HEADER_BYTES:]
     head, page = view[: header.head_bytes], view[header.head_bytes :]
-    widths = [sum(row_widths(spec, layer)) for layer in range(spec.num_layers)]
-    slots = spec.page_size * spec.kv_heads
-    if header.kind is not Kind.CHUNK or head != key or len(page) != slots * sum(widths):
+    layers, slots = range(spec.num_layers), spec.page_size
+    shapes = [(spec.cache(layer).kv_heads, sum(row_widths(spec, layer))) for layer in layers]
+    expected = slots * sum(heads * width for heads, width in shapes)
+    if header.kind is not Kind.CHUNK or head != key or len(page) != expected:
         raise TransferError(
-            f"a stored page of {len(page)} bytes; expected {slots * sum(widths)}, and the key that "
-            "it was stored under"
+            f"a stored page of {len(page)} bytes; expected {expected}, and the key that it was "
+            "stored under"
         )
     header.check(head, page)
     found, at = [], 0
-    for width in widths:
-        rows = np.frombuffer(page[at : at + slots * width], dtype=np.uint8)
-        found.append(rows.reshape(spec.page_size, spec.kv_heads, width))
-        at += slots * width
+    for heads, width in shapes:
+        end = at + slots * heads * width
+        rows = np.frombuffer(page[at:end], dtype=np.uint8)
+        found.append(rows.reshape(slots, heads, width))
+        at = end
     return found
 
 

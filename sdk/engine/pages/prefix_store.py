@@ -335,7 +335,7 @@ class PrefixStore:
         locations = locations[: next(lower, len(locations))]
         if not locations:
             return None
-        return joined_rows(self._executor.on_ranks(read_rows, locations), self._spec.kv_heads)
+        return joined_rows(self._executor.on_ranks(read_rows, locations), self._spec)
 
     def refresh(self, keys: Sequence[PageKey]) -> int:
         """Make the cached ones of these pages, up to the first that is not, the most recently used;

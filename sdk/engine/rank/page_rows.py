@@ -119,14 +119,15 @@ def _parts(rows: Bytes, columns: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     return found
 
 
-def joined_rows(parts: Sequence[RankRows], kv_heads: int) -> list[Bytes]:
-    """All heads of each layer, joined from the ranks' parts; ranks may have the same heads."""
+def joined_rows(parts: Sequence[RankRows], spec: KVSpec) -> list[Bytes]:
+    """All heads of each layer, joined from the ranks' parts; ranks may have the same heads.
+    ``spec``: of all ranks together."""
     if len(parts) == 1:
         return parts[0].layers
     found = []
     for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
         tokens, _, width = layers[0].shape
-        rows = np.empty((tokens, kv_heads, width), dtype=np.uint8)
+        rows = np.empty((tokens, spec.cache(index).kv_heads, width), dtype=np.uint8)
         for part, own in zip(parts, layers, strict=True):
             first = part.first_heads[index]
             rows[:, first : first + own.shape[1]] = own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from tests.cluster.transfer.pairs import (
     facts,
     pair,
 )
+from tests.models.conftest import prompt, tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 TYPES = ["float32", "float16", "int8", "int4", "fp8", "bfloat16", "k8v4", "int4:skip=1"]
 SOME_TYPES = {"float32", "int4"}  # the others are slow ones
@@ -179,6 +182,47 @@ def test_ranks_share_the_heads_of_what_is_handed_over(
         assert two.hand_over()[1:] == (USABLE, 0, None)
         output = answer(two.b)
         assert output.num_cached_tokens == USABLE and facts(output) == expected
+
+
+@pytest.mark.parametrize("through", ["connector", "store"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("gemma4_text", {"swap_space": "1MiB"}), ("deepseek_v2-lite", {})]
+)
+def test_layers_of_several_shapes_and_latents_are_handed_over(
+    name: str, options: dict[str, Any], through: str, tmp_path: Path
+) -> None:
+    """With swap space layers with a window keep all tokens."""
+    tiny(name.split("-")[0], **ARCHITECTURES[name]).save_pretrained(tmp_path)
+    ids, options = prompt(70, 5), {**options, "skip_tokenizer_init": True}
+    with pair(tmp_path, **options) as two:
+        expected = facts(answer(two.b, ids))
+        two.b.reset_prefix_cache()
+        if through == "store":
+            answer(two.a, ids, PREFILL)
+            store = StoreConnector(MemoryStore(1 << 24))
+            with HandOverSender(EnginePages.of(two.a), store) as sender:
+                assert sender.hand_over("x", "", ids).result(LIMIT).num_tokens == 64
+            assert two.receiver.fetch(store, ids).num_tokens == 64
+        else:
+            assert two.hand_over(ids)[1:] == (64, 0, None)
+        output = answer(two.b, ids)
+        assert output.num_cached_tokens == 64 and facts(output) == expected
+        other = two.sender._pages.offer("x", ids, None, None)
+        narrow = other.spec.cache(0)._replace(key_dim=2)
+        caches = (narrow, *map(other.spec.cache, range(1, other.spec.num_layers)))
+        offer = replace(other, spec=replace(other.spec, caches=caches))
+        with pytest.raises(TransferError, match="another shape: layer 0 has AttentionCache"):
+            two.receiver._pages.check(offer)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4_text"])
+def test_prefixes_with_states_or_frames_are_refused(name: str, tmp_path: Path) -> None:
+    tiny(name, **ARCHITECTURES[name]).save_pretrained(tmp_path)
+    with (
+        LLM(tmp_path, max_model_len=128, skip_tokenizer_init=True) as llm,
+        pytest.raises(RequestError, match="hand over: expected pages with all layers"),
+    ):
+        EnginePages.of(llm)
 
 
 LONG = [3 + 7 * i % 400 for i in range(300)]

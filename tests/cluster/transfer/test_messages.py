@@ -108,6 +108,11 @@ def test_a_digest_depends_on_all_tokens_before_it_and_on_everything_else() -> No
         {"salt": 5},
         {"adapter": ["x"]},
         {"transfer_id": "x" * 5000},
+        {"caches": [{}]},
+        {"caches": [{"kv_heads": 2, "key_dim": 4, "value_dim": 4}] * 5},
+        {"caches": [{"state": [["conv", [2], "float32"]]}] * SPEC.num_layers},
+        {"caches": [{"state": [["conv"]]}] * SPEC.num_layers},
+        {"caches": [{"kv_heads": 2, "key_dim": 0, "value_dim": 4}] * SPEC.num_layers},
     ],
 )
 def test_an_offer_with_a_wrong_field_is_an_error(fields: dict[str, object]) -> None:
