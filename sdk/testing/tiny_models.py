@@ -216,6 +216,12 @@ _KINDS: dict[str, dict[str, Any]] = {
     },
     "step3p5": {**_WINDOWED, **_DENSE_FIRST, "num_sliding_attention_heads": 8},
 }
+#: What follows from other keys, and transformers' classes do not let a file say.
+_NOT_STORED = {
+    "falcon_h1": ("layer_types",),
+    "mamba2": ("layer_types",),
+    "minicpm3": ("logits_scaling",),
+}
 #: What a GGUF file of a model can express, where the defaults of its class are something else.
 _FOR_GGUF: dict[str, dict[str, Any]] = {
     "exaone4": {
@@ -255,7 +261,9 @@ def _write_plain(folder: Path, known: Architecture, seed: int) -> None:
     folder.mkdir()
     tensors = _as_stored(checkpoint.tensors, known)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    stored = {known.config.names.get(key, key): value for key, value in config.items()}
+    dropped = _NOT_STORED.get(known.model_type, ())
+    kept = {key: value for key, value in checkpoint.config.items() if key not in dropped}
+    stored = {known.config.names.get(key, key): value for key, value in kept.items()}
     (folder / "config.json").write_text(json.dumps(stored, indent=2))
     _write_tokenizer(folder)
 
@@ -335,7 +343,9 @@ class RandomCheckpoint:
         shape = expected_shape(self.config, name)
         if name.endswith("e_score_correction_bias"):
             shape = (num_experts(self.config) or 0,)
-        shape = self.shapes.get(name, shape)
+        pulled = self.shapes.get(name, shape)
+        if shape is None or pulled is None or math.prod(shape) != math.prod(pulled):
+            shape = pulled  # only the model knows it
         if shape is None:
             raise CheckpointError(f"{name}: its shape is unknown, so there are no random weights")
         # Rows of length 1 keep the size of the values. Those of the embedding are as large as what
