@@ -116,7 +116,9 @@ def ours(model: str) -> Ask:
 def llama_cpp_python(model: str) -> Ask:
     from llama_cpp import Llama, LlamaRAMCache
 
-    llm: Any = Llama(model, n_ctx=CONTEXT, n_batch=512, verbose=False)
+    llm: Any = Llama(
+        model, n_ctx=CONTEXT, n_batch=512, n_threads=1, n_threads_batch=1, verbose=False
+    )
     llm.set_cache(LlamaRAMCache(2**30))
     ran, evaluate = [0], llm.eval
 
