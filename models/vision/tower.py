@@ -6,6 +6,7 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from sdk.models.attention import Step
 from sdk.models.decoder import Layer
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import Packer
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
@@ -137,6 +139,17 @@ class Tower:
         if own.deepstack is not None:
             numbers = range(len(config.deepstack))
             self.deepstack = [own.deepstack(source, config, number) for number in numbers]
+        self.packer: Packer | None = None
+        if config.pictures:
+            newline = _tensor(source, "projector.newline", (config.hidden_size,))
+            side = math.isqrt(config.positions - int(config.class_token))
+            self.packer = Packer(
+                config.pictures,
+                side * config.patch,
+                side // config.merge,
+                newline.to(self.ops.device),
+                config.most_tiles,
+            )
         self.turns: tuple[Tensor, Tensor] | None = None
         if own.frequencies is not None:
             frequencies, axes = map(torch.from_numpy, own.frequencies(config))
@@ -234,14 +247,20 @@ class TowerRun:
     def rows(self) -> list[Tensor]:
         """For each image float32 ``[num_tokens, features * hidden]``, token by token.
 
-        :raises ValueError: not all layers have run.
+        :raises ValueError: not all layers have run, or an image has another number of tokens.
         """
         if self._waiting or self._group is not None:
             raise ValueError("rows: layers are left to run, advance() returns True when none is")
         every, found, first = torch.cat(self._found), [], 0
+        pack = self._tower.packer
         for image in self._images:
-            found.append(every[first : first + image.num_tokens])
-            first += image.num_tokens
+            count = sum(down * across for down, across in image.grids)
+            rows = every[first : first + count]
+            rows = rows if pack is None else pack(rows, image)
+            if len(rows) != image.num_tokens:
+                raise ValueError(f"image: {image.num_tokens} tokens, expected {len(rows)}")
+            found.append(rows)
+            first += count
         return found
 
 
