@@ -26,7 +26,13 @@ from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
-from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
+from sdk.models.vision.sequences import (
+    PAGE_SIZE,
+    SHORT,
+    num_pages,
+    sequence_batch,
+    sequence_pages,
+)
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 from sdk.quant.errors import CheckpointError
 
@@ -280,13 +286,14 @@ class TileGroup:
         if tower.config.window:
             tiles, windows = self._in_windows(tiles)
         c, ops = tower.config.tower, tower.ops
-        pages = max(num_pages(lengths), num_pages(windows))
-        self._pages = [sequence_pages(pages, c.num_kv_heads, c.head_dim, ops)]
+        size = SHORT if tower.config.window else PAGE_SIZE
+        pages = max(num_pages(lengths, size), num_pages(windows, size))
+        self._pages = [sequence_pages(pages, size, c.num_kv_heads, c.head_dim, ops)]
         angles = [self._angles(tiles)]
         #: Of layers that see whole tiles, and of those that see windows.
-        self._full = self._windows = Step(sequence_batch(lengths, ops), angles)
+        self._full = self._windows = Step(sequence_batch(lengths, size, ops), angles)
         if tower.config.window:
-            self._windows = Step(sequence_batch(windows, ops), angles)
+            self._windows = Step(sequence_batch(windows, size, ops), angles)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
         self._run = 0

@@ -14,7 +14,15 @@ from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower
-from tests.models.tiny_vision import MODELS, expected_rows, image, picture, vision_model
+from tests.models.test_activation_memory import Counting
+from tests.models.tiny_vision import (
+    FREE,
+    MODELS,
+    expected_rows,
+    image,
+    picture,
+    vision_model,
+)
 
 #: Sizes of the tiles of images, by family.
 SIZES = {
@@ -125,7 +133,28 @@ def test_the_weights_of_a_tower_are_counted_from_headers(tmp_path: Path, ops: Op
     weights = {id(linear.weight): linear.weight.nbytes for _, linear in found.linears}
     held = sum(weights.values()) + sum(4 * own.numel() for own in found.vectors.values())
     assert found.positions is not None
-    # the second picture of a patch is added to the first one
+    held += found.positions.nbytes
+    # The second picture of a patch is added to the first one; rows are packed in blocks of 16, of
+    # which these matrices of 72 and 104 rows fill the last one to a half.
     second = 4 * 3 * found.config.patch**2 * found.config.tower.hidden_size
     counted = tower_bytes(checkpoint.entries()) - second
-    assert 0 <= counted - held - found.positions.nbytes <= 0.01 * counted
+    assert abs(counted - held) <= 0.02 * held
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_run_needs_no_more_memory_than_planned(name: str, tmp_path: Path) -> None:
+    ops = Ops("cpu", backends=("reference",), num_threads=1)
+    counting = Counting(ops)
+    vision_model(name).save_pretrained(tmp_path)
+    tower = tower_of(tmp_path, ops)
+    sizes = SIZES[name][-1] if name in FREE else SIZES[name][0] * 3
+    picture_of = image(tower.config, sizes, 3)
+    run = tower.begin([picture_of])
+    patches, pages = run.patches, 0
+    while not run.advance(1):
+        group = run._group
+        assert group is not None
+        pages = sum(own.k.nbytes + own.v.nbytes for own in group._pages)
+    ops.close()
+    planned = tower.workspace_bytes(patches)
+    assert counting.most + pages <= planned <= 4 * (counting.most + pages)
