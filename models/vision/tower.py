@@ -233,7 +233,9 @@ class TowerRun:
         """Of those whose layers run next: what a layer costs grows with it. 0: all is done."""
         if self._group is not None:
             return self._group.patches
-        return sum(map(len, (p.rows for _, p in self._waiting[0]))) if self._waiting else 0
+        more = int(self._tower.config.class_token)
+        tiles = self._waiting[0] if self._waiting else []
+        return sum(len(where.rows) + more for _, where in tiles)
 
     def advance(self, layers: int) -> bool:
         """Run up to ``layers`` more layers; ``True`` when everything is done."""
