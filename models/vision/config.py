@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
@@ -76,6 +77,10 @@ class VisionConfig:
     window: int = 0
     full: tuple[int, ...] = ()
     projector_norm: bool = False
+    #: Sizes of larger pictures of an image, in pixels, whose tiles follow that of the whole one;
+    #: empty: tiles are independent. Beyond ``most_tiles`` tiles their tokens are shrunk.
+    pictures: tuple[tuple[int, int], ...] = ()
+    most_tiles: int | None = None
     #: Features between the matrices of the MLP after the tower; 0: those of a token.
     projector_width: int = 0
     #: Each tile begins with a token of the class, which the text does not read.
@@ -250,3 +255,21 @@ def only(fields: Fields, key: str, value: Any) -> None:
             f"{fields.where}: {key}: expected {value!r}, found {str(found)[:80]!r}: images of such "
             "a model are not supported"
         )
+
+
+def picture_sizes(
+    whole: Fields, side: int, default: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Heights and widths, in pixels, in whole tiles of ``side``.
+
+    :raises CheckpointError: they are not.
+    """
+    key = "image_grid_pinpoints"
+    found = whole.values.get(key, default)
+    if not isinstance(found, (list, tuple)) or not 1 <= len(found) <= 4096:
+        whole.fail(key, "a list of heights and widths", found)
+    for size in found:
+        pair = isinstance(size, (list, tuple)) and len(size) == 2
+        if not pair or any(type(x) is not int or x < side or x % side for x in size):
+            whole.fail(key, f"heights and widths in multiples of {side}", size)
+    return tuple((height, width) for height, width in found)

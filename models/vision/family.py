@@ -149,6 +149,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "internvl": "internvl",
         "lfm2_vl": "lfm2_vl",
         "llava": "llava",
+        "llava_next": "llava_next",
+        "llava_onevision": "llava_onevision",
         "mistral3": "pixtral",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
