@@ -406,16 +406,7 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
-        #: By which axis of positions each rotary frequency turns, int32; ``None``: there is one.
-        self.axes: Tensor | None = None
-        if c.vision is not None and c.vision.axes is not None:
-            self.axes = torch.tensor(c.vision.axes, dtype=torch.int32, device=self.ops.device)
-            most = max(len(rope.inv_freq) for rope in self.ropes)
-            if len(self.axes) < most:
-                raise CheckpointError(
-                    f"mrope_section: expected the axes of {most} rotary frequencies, found "
-                    f"{len(self.axes)}"
-                )
+        self.axes = self._axes()
         #: What the embeddings of tokens of images are replaced by: the rows of the image cache,
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
@@ -428,6 +419,22 @@ class Decoder:
         self.streamed: Sequence[int] = ()
         #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.
         self.streams: list[Tensor] = []
+
+    def _axes(self) -> Tensor | None:
+        """By which axis of positions each rotary frequency turns, int32; ``None``: there is one.
+
+        :raises CheckpointError: there are more frequencies than axes.
+        """
+        vision = self.config.vision
+        if vision is None or vision.axes is None:
+            return None
+        most = max(len(rope.inv_freq) for rope in self.ropes)
+        if len(vision.axes) < most:
+            raise CheckpointError(
+                f"mrope_section: expected the axes of {most} rotary frequencies, found "
+                f"{len(vision.axes)}"
+            )
+        return torch.tensor(vision.axes, dtype=torch.int32, device=self.ops.device)
 
     @property
     def shift_invariant(self) -> bool:

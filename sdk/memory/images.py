@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.engine.scheduling.image_limits import BLOCK_ROWS, GROUP_PATCHES, ImageLimits
 from sdk.memory import resolve
+from sdk.memory.image_memory import ImageMemory
 from sdk.memory.weights import held_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.vision.memory import tower_bytes, workspace_bytes
@@ -23,21 +23,6 @@ _MOST_IMAGES = 64
 _MOST_TOKENS = 4096
 #: The workspace of the tower is at most this, and a tile at most as large as fits.
 _WORKSPACE_BYTES = 2**30
-
-
-class ImageMemory(NamedTuple):
-    """``rows``: of the image cache; ``max_patches``: of a tile. The rest is in bytes, of all ranks
-    together."""
-
-    rows: int
-    max_patches: int
-    weights: int
-    workspace: int
-    cache: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.workspace + self.cache
 
 
 def why_no_images(config: EngineConfig, model: ModelConfig) -> str | None:

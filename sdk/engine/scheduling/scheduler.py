@@ -119,7 +119,6 @@ class Scheduler:
             self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
-        #: ``None``: prompts have no images.
         self.images = images = None if config.images is None else Images(config.images)
         self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
         self.admission.images = images
