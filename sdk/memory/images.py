@@ -7,7 +7,12 @@ from dataclasses import replace
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, GROUP_PATCHES, ImageLimits
+from sdk.engine.scheduling.image_limits import (
+    BLOCK_ROWS,
+    GROUP_PATCHES,
+    JOINT_PATCHES,
+    ImageLimits,
+)
 from sdk.memory import resolve
 from sdk.memory.image_memory import ImageMemory
 from sdk.memory.weights import held_bytes
@@ -65,6 +70,7 @@ def image_memory(
         patches = vision.positions  # of a tile, which has one size
     one = workspace_bytes(vision, GROUP_PATCHES) / GROUP_PATCHES
     patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP_PATCHES))
+    together = min(max(vision.max_patches, JOINT_PATCHES), GROUP_PATCHES)
     row = 4 * vision.features * vision.hidden_size
     rows = max(tokens, min(_CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS, _MOST_IMAGES * tokens))
     ranks, entries = config.tensor_parallel_size, checkpoint.entries()
@@ -72,7 +78,7 @@ def image_memory(
         rows,
         patches,
         ranks * tower_bytes(replace(one, held=held_bytes(one, "cpu")) for one in entries),
-        ranks * workspace_bytes(vision, max(patches, min(GROUP_PATCHES, vision.max_patches))),
+        ranks * workspace_bytes(vision, max(patches, together)),
         ranks * rows * row,
     )
 

@@ -212,6 +212,29 @@ def test_an_image_without_readers_is_given_up(loaded: Loaded) -> None:
     assert images.num_encoded == before + 2
 
 
+def test_an_interrupted_step_leaves_no_rows_in_doubt(loaded: Loaded) -> None:
+    """How much of its portions the ranks did is unknown, so that all images are encoded again."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images, scheduler = engine.scheduler.images, engine.scheduler
+    ids, placed = prompt(vision, some_images(vision, 2), seed=40)
+    wanted = answer(run(engine, job("a", ids, placed))["a"])
+    for steps in range(4):
+        engine.reset_prefix_cache()
+        images.reset()
+        images._seconds_per_work = None  # unknown: portions of one layer
+        engine.add(job("b", ids, placed))
+        for _ in range(steps):
+            engine.step()
+        assert scheduler.plan() is not None  # never reaches the ranks
+        scheduler.rollback()
+        images.check_blocks()
+        assert images._run is None and not images._planned
+        last = []
+        while engine.has_unfinished:
+            last = engine.step() or last
+        assert answer(last[0]) == wanted
+
+
 def test_other_requests_decode_between_portions(loaded: Loaded) -> None:
     vision, engine = loaded.facts.model_config.vision, loaded.engine
     images = engine.scheduler.images
@@ -377,7 +400,8 @@ def test_the_plan_counts_the_tower_its_workspace_and_the_rows(loaded: Loaded) ->
     rows = loaded.runner.images.rows
     assert plan.images.rows == len(rows) and plan.images.cache == rows.nbytes
     assert plan.fixed - plan.weights - plan.workspace == plan.images.total
-    assert plan.images.workspace == workspace_bytes(vision, plan.images.max_patches)
+    # small images run together: 1,024 patches
+    assert plan.images.workspace == workspace_bytes(vision, 1024)
     assert "images" in str(plan)
 
 

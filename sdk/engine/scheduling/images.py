@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sdk.api.errors import RequestError
 from sdk.engine.job import Job
 from sdk.engine.plan import EncodedImage, Encoding
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
+from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
 from sdk.engine.scheduling.in_flight import Batch
 from sdk.engine.scheduling.request import Request
 from sdk.kernels.dataclass import dataclass
@@ -28,9 +28,6 @@ from sdk.models.vision.image import ImageInput, PromptImage
 #: How long a portion of the tower's work should take. With a step of decoding requests, which reads
 #: the weights, a gap between their tokens stays below half a second.
 PORTION_S = 0.25
-#: Images are encoded together up to so many patches: beyond it a product computes for longer than
-#: it reads the weights.
-JOINT_PATCHES = 1024
 #: The weight of the newest portion in the mean of the tower's speed.
 _NEWEST = 0.3
 
