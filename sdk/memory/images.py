@@ -66,11 +66,11 @@ def image_memory(
     tokens = min(vision.max_tokens, config.max_model_len or min(model.max_position, _MOST_TOKENS))
     tokens = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     patches = min(vision.max_patches, math.ceil(vision.max_patches * tokens / vision.max_tokens))
+    together = min(max(patches, JOINT_PATCHES), GROUP_PATCHES)  # several tiles
     if vision.positions and vision.axes is None and not vision.max_patches % vision.positions:
         patches = vision.positions  # of a tile, which has one size
     one = workspace_bytes(vision, GROUP_PATCHES) / GROUP_PATCHES
     patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP_PATCHES))
-    together = min(max(vision.max_patches, JOINT_PATCHES), GROUP_PATCHES)
     row = 4 * vision.features * vision.hidden_size
     rows = max(tokens, min(_CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS, _MOST_IMAGES * tokens))
     ranks, entries = config.tensor_parallel_size, checkpoint.entries()
