@@ -416,10 +416,7 @@ class Decoder:
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
-        #: The axis of positions by which each rotary frequency turns, int32; ``None``: there is one.
-        self.axes: Tensor | None = None
-        if c.vision is not None and c.vision.axes is not None:
-            self.axes = torch.tensor(c.vision.axes, dtype=torch.int32, device=self.ops.device)
+        self.axes = self._axes()
         #: What the embeddings of tokens of images are replaced by: the rows of the image cache,
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
@@ -432,6 +429,22 @@ class Decoder:
         self.streamed: Sequence[int] = ()
         #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.
         self.streams: list[Tensor] = []
+
+    def _axes(self) -> Tensor | None:
+        """By which axis of positions each rotary frequency turns, int32; ``None``: there is one.
+
+        :raises CheckpointError: there are more frequencies than axes.
+        """
+        vision = self.config.vision
+        if vision is None or vision.axes is None:
+            return None
+        most = max(len(rope.inv_freq) for rope in self.ropes)
+        if len(vision.axes) < most:
+            raise CheckpointError(
+                f"mrope_section: expected the axes of {most} rotary frequencies, found "
+                f"{len(vision.axes)}"
+            )
+        return torch.tensor(vision.axes, dtype=torch.int32, device=self.ops.device)
 
     @property
     def shift_invariant(self) -> bool:
@@ -496,10 +509,13 @@ class Decoder:
         return x if self.projection is None else self.projection(x)
 
     def _angles(self, rope: Rope, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """Those of a rotary embedding; ``none`` of a layer that does not rotate has no axes."""
-        if self.axes is None or batch.shifts is None or len(self.axes) != len(rope.inv_freq):
+        """Those of a rotary embedding."""
+        if self.axes is None or batch.shifts is None:
             return rope.cos_sin(batch.positions, self.ops)
-        return rope.cos_sin(batch.positions, self.ops, self.axes, batch.shifts)
+        axes = self.axes[
+            : len(rope.inv_freq)
+        ]  # of part of a head, or of a layer that turns nothing
+        return rope.cos_sin(batch.positions, self.ops, axes, batch.shifts)
 
     @property
     def _features(self) -> int:

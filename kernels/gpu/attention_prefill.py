@@ -35,6 +35,13 @@ def _request_of(query_start, tile, requests, QUERIES: tl.constexpr):
     return request
 
 
+@triton.jit
+def _ends(ahead, token, at, length, real):
+    """How many keys the tokens at positions ``at`` see."""
+    more = tl.load(ahead + token, mask=real, other=0)
+    return tl.minimum(at + 1 + tl.maximum(more, 0), length)
+
+
 #: For latent pages.
 request_of = _request_of
 
@@ -52,10 +59,8 @@ def prefill_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
     BOTH: tl.constexpr = False, ahead=None,
 ):  # fmt: skip
-    """Grid (tiles of queries times key heads): requests with ``fewest`` queries or more.
-
-    Tensors as in ``decode_kernel``; ``ahead``: see ``Ops.attention``.
-    """
+    """Grid (tiles of queries times key heads): requests with ``fewest`` queries or more. Tensors as
+    in ``decode_kernel``; ``ahead``: see ``Ops.attention``."""
     after_earlier()
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -67,15 +72,14 @@ def prefill_kernel(
     if (begin >= count) | (count < fewest):
         return
     length = tl.load(context_len + request)
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_D)
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = begin + row // GROUP
     real = (row < QUERIES * GROUP) & (query < count)
     head = kv_head * GROUP + row % GROUP
     token = (start + query).to(tl.int64)
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
-    at_query = token * q_token + head * q_head
-    x = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
+    rows = (token * q_token + head * q_head)[:, None]
+    x = tl.load(q + rows + column[None, :], mask=inside, other=0.0)
     best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
     slope = None
     if slopes is not None:
@@ -97,11 +101,9 @@ def prefill_kernel(
     sees = None
     latest = last - 1
     if ahead is not None:
-        more = tl.load(ahead + token, mask=real, other=0)
-        sees = tl.minimum(length - count + query + 1 + tl.maximum(more, 0), length)
+        sees = _ends(ahead, token, length - count + query, length, real)
         last = tl.max(tl.where(real, sees, 0), axis=0)
-    begun_by_all = first_seen(latest, window, WINDOW)
-    since = tl.minimum(tl.cdiv(begun_by_all, BLOCK_N) * BLOCK_N, to)
+    since = tl.minimum(tl.cdiv(first_seen(latest, window, WINDOW), BLOCK_N) * BLOCK_N, to)
     for phase in tl.static_range(3):
         low = edge if phase == 0 else since if phase == 1 else to
         high = since if phase == 0 else to if phase == 1 else last

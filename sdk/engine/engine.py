@@ -93,6 +93,8 @@ class Engine:
         #: Prepares one more size of steps while there are no requests; whether any was left.
         #: ``None``: nothing has to be prepared.
         self.prepare: Callable[[], bool] | None = None
+        #: Why requests cannot have images, if they cannot.
+        self.no_images: str | None = "it has no encoder of images"
         #: How long the stages compute, if there are several.
         self.stage_times: StageTimes | None = None
 
@@ -136,10 +138,7 @@ class Engine:
 
     def _check_images(self, job: Job) -> None:
         if self.scheduler.images is None:
-            raise RequestError(
-                "images: this engine reads none; the model has no encoder of images that is "
-                'supported, or it was loaded with limit_mm_per_prompt={"image": 0}'
-            )
+            raise RequestError(f"images: this engine reads none: {self.no_images}")
         self.scheduler.images.check(job)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:

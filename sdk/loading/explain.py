@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sdk.api.config import EngineConfig
 from sdk.loading.quant_report import LayerReport, quant_report
 from sdk.loading.sampling_defaults import SamplingDefaults
+from sdk.memory.images import why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import why_one_group
 from sdk.models.config import ModelConfig
@@ -45,6 +46,7 @@ def explain(
     lines += _steps(runner)
     if config.speculative_config is not None:
         lines.append(f"drafts     {config.speculative_config}, {plan.draft_tokens} per step")
+    lines += _images(config, model)
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     if why := why_one_group(config, model):
@@ -87,3 +89,17 @@ def _steps(runner: ModelRunner) -> list[str]:
 
 def _eagerly(reason: str) -> str:
     return f"operator by operator: {reason}"
+
+
+def _images(config: EngineConfig, model: ModelConfig) -> list[str]:
+    """How a vision model reads images, or why it does not."""
+    vision = model.vision
+    if vision is None:
+        return []
+    if (why := why_no_images(config, model)) is not None:
+        return [f"images     none: {why}"]
+    tower = vision.tower
+    return [
+        f"images     {vision.family}: {tower.num_layers} layers of {tower.hidden_size} over "
+        f"patches of {vision.patch} pixels, at most {vision.max_tokens} tokens an image"
+    ]

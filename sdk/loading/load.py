@@ -46,7 +46,7 @@ from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
 from sdk.memory.drafting_heads import next_token_head
-from sdk.memory.images import image_limits
+from sdk.memory.images import image_limits, why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -273,6 +273,7 @@ def start(
         vocab = model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
+        engine.no_images = why_no_images(config, model)
         others = other_stages(executor, config)
         open_adapter = _with_adapters(engine, facts, executor)
         has_windows = bool(memory.windows)

@@ -13,7 +13,7 @@ from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
 if TYPE_CHECKING:
     from sdk.kernels.scratch import Scratch
-    from sdk.memory.images import ImageMemory
+    from sdk.memory.image_memory import ImageMemory
     from sdk.models.config import ModelConfig
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were

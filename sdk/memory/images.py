@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, GROUP_PATCHES, ImageLimits
+from sdk.engine.scheduling.image_limits import (
+    BLOCK_ROWS,
+    GROUP_PATCHES,
+    JOINT_PATCHES,
+    ImageLimits,
+)
 from sdk.memory import resolve
+from sdk.memory.image_memory import ImageMemory
 from sdk.memory.weights import held_bytes
 from sdk.models.config import ModelConfig
-from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.memory import tower_bytes, workspace_bytes
 from sdk.quant.checkpoint import Checkpoint
 
 #: The image cache takes this much, or one image of the largest size if that is more.
 _CACHE_BYTES = 64 * 2**20
+#: More images of the largest size are not kept.
+_MOST_IMAGES = 64
 #: Without a ``max_model_len`` the largest image has so many tokens at most.
 _MOST_TOKENS = 4096
 #: The workspace of the tower is at most this, and a tile at most as large as fits.
 _WORKSPACE_BYTES = 2**30
 
 
-class ImageMemory(NamedTuple):
-    """``rows``: of the image cache; ``max_patches``: of a tile. The rest is in bytes, of all ranks
-    together."""
-
-    rows: int
-    max_patches: int
-    weights: int
-    workspace: int
-    cache: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.workspace + self.cache
-
-
-def reads_images(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether an engine loads the model's encoder of images."""
-    return model.vision is not None and config.most_images != 0
+def why_no_images(config: EngineConfig, model: ModelConfig) -> str | None:
+    """Why an engine reads no images; ``None``: it does."""
+    vision = model.vision
+    if vision is None:
+        return f"{model.model_type} has no encoder of images that is supported"
+    if not config.most_images:
+        return 'it was loaded with limit_mm_per_prompt={"image": 0}'
+    if resolve.device_of(config) != "cpu":
+        return "a GPU reads text only in this release: use device='cpu'"
+    if not config.enable_chunked_prefill:
+        return "it needs enable_chunked_prefill=True"
+    if config.prefill_replicas:
+        return "it needs prefill_replicas=0 in this release"
+    if vision.features > 1 and config.pipeline_parallel_size > 1:
+        return "it needs pipeline_parallel_size=1, because images enter several layers"
+    return None
 
 
 def image_memory(
@@ -49,12 +53,16 @@ def image_memory(
 ) -> ImageMemory | None:
     """``None``: the engine reads no images.
 
-    :raises RequestError: an option does not work with images.
+    :raises RequestError: images were asked for, and it cannot read any.
     """
-    vision = model.vision
-    if vision is None or not reads_images(config, model):
+    vision, why = model.vision, why_no_images(config, model)
+    if why is not None and config.limit_mm_per_prompt is not None and config.most_images:
+        raise RequestError(
+            f"limit_mm_per_prompt: expected {{'image': 0}}, found "
+            f"{{'image': {config.most_images}}}: {why}"
+        )
+    if vision is None or why is not None:
         return None
-    _check(config, model, vision)
     tokens = min(vision.max_tokens, config.max_model_len or min(model.max_position, _MOST_TOKENS))
     tokens = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     patches = min(vision.max_patches, math.ceil(vision.max_patches * tokens / vision.max_tokens))
@@ -62,35 +70,17 @@ def image_memory(
         patches = vision.positions  # of a tile, which has one size
     one = workspace_bytes(vision, GROUP_PATCHES) / GROUP_PATCHES
     patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP_PATCHES))
+    together = min(max(vision.max_patches, JOINT_PATCHES), GROUP_PATCHES)
     row = 4 * vision.features * vision.hidden_size
-    rows = max(tokens, _CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS)
+    rows = max(tokens, min(_CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS, _MOST_IMAGES * tokens))
     ranks, entries = config.tensor_parallel_size, checkpoint.entries()
     return ImageMemory(
         rows,
         patches,
         ranks * tower_bytes(replace(one, held=held_bytes(one, "cpu")) for one in entries),
-        ranks * workspace_bytes(vision, max(patches, min(GROUP_PATCHES, vision.max_patches))),
+        ranks * workspace_bytes(vision, max(patches, together)),
         ranks * rows * row,
     )
-
-
-def _check(config: EngineConfig, model: ModelConfig, vision: VisionConfig) -> None:
-    without = 'or set limit_mm_per_prompt={"image": 0}'
-    if not config.enable_chunked_prefill:
-        raise RequestError(
-            f"enable_chunked_prefill: expected True for a model that reads images, {without}"
-        )
-    if resolve.device_of(config) != "cpu":
-        raise RequestError(
-            "device: expected 'cpu' for a model that reads images in this release, found "
-            f"{config.device!r}; {without}"
-        )
-    stages = config.pipeline_parallel_size
-    if vision.features > 1 and stages > 1:
-        raise RequestError(
-            f"pipeline_parallel_size: expected 1 for {model.model_type}, whose images enter "
-            f"several layers, found {stages}; {without}"
-        )
 
 
 def image_limits(

@@ -20,7 +20,7 @@ from sdk.quant.caches import pages_in_window
 
 if TYPE_CHECKING:
     from sdk.api.config import EngineConfig
-    from sdk.memory.images import ImageMemory
+    from sdk.memory.image_memory import ImageMemory
 
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB

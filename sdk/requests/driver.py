@@ -319,6 +319,8 @@ class Driver:
         planned = scheduler.num_steps
         self._step(most_tokens)
         tokens = scheduler.num_tokens if scheduler.num_steps > planned else 0
+        if scheduler.images is not None and scheduler.images.encoded_last:
+            tokens = 0  # the seconds are those of the tower, too
         return tokens, time.monotonic() - begin
 
     # ---- steps of other threads ------------------------------------------------------------------

@@ -194,6 +194,8 @@ class EngineMemory:
             if self._driver.has_work:
                 raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
             self._engine.reset_prefix_cache()
+            if self._engine.scheduler.images is not None:
+                self._engine.scheduler.images.reset()
             self._trim()
             if level == 2:
                 self._executor.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from sdk.engine.scheduling.images import PORTION_S
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.step_costs import StepCosts
 
@@ -42,6 +43,7 @@ class StepSizes:
         ``None``: no step fits. The ``first`` step of a pump always runs.
         """
         seconds = end - time.monotonic()
+        self._limit_portions(seconds)
         if first:
             return self._costs.first_tokens(seconds)
         most = self._costs.most_tokens(seconds)
@@ -60,12 +62,19 @@ class StepSizes:
         if self._pump is not None:
             seconds, until = self._pump
             if time.monotonic() < until:
+                self._limit_portions(seconds)
                 return self._costs.first_tokens(seconds)
             self._pump = None
+            self._limit_portions(PORTION_S)
             return None
         if not self._scheduler.decodes or self._tokens_per_second is None:
             return None
         return max(int(self._tokens_per_second * MIXED_STEP_S), MIN_MIXED_TOKENS)
+
+    def _limit_portions(self, seconds: float) -> None:
+        """Images are encoded for so long between two steps."""
+        if self._scheduler.images is not None:
+            self._scheduler.images.seconds = max(min(seconds, PORTION_S), 0.0)
 
     def learn_from_engine_thread(self, tokens: int, seconds: float) -> None:
         """Learn the speed of large steps."""

@@ -4,6 +4,8 @@ prompts run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,15 @@ import torch
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
+from sdk.engine.pages.image_keys import image_ids, key_ids
+from sdk.engine.scheduling.image_limits import GROUP_PATCHES
 from sdk.loading.load import Loaded, load
-from tests.models.tiny_vision import vision_model
+from sdk.memory.images import image_memory, why_no_images
+from sdk.memory.resolve import model_config, open_model
+from sdk.models.vision.image import ImageInput, PromptImage
+from sdk.models.vision.memory import workspace_bytes
+from sdk.models.vision.patches import GROUP, checked, tile_groups
+from tests.models.tiny_vision import TEXT, image, vision_model
 from tests.models.tiny_vision_prompts import (
     answer,
     expected_logits,
@@ -203,6 +212,29 @@ def test_an_image_without_readers_is_given_up(loaded: Loaded) -> None:
     assert images.num_encoded == before + 2
 
 
+def test_an_interrupted_step_leaves_no_rows_in_doubt(loaded: Loaded) -> None:
+    """How much of its portions the ranks did is unknown, so that all images are encoded again."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images, scheduler = engine.scheduler.images, engine.scheduler
+    ids, placed = prompt(vision, some_images(vision, 2), seed=40)
+    wanted = answer(run(engine, job("a", ids, placed))["a"])
+    for steps in range(4):
+        engine.reset_prefix_cache()
+        images.reset()
+        images._seconds_per_work = None  # unknown: portions of one layer
+        engine.add(job("b", ids, placed))
+        for _ in range(steps):
+            engine.step()
+        assert scheduler.plan() is not None  # never reaches the ranks
+        scheduler.rollback()
+        images.check_blocks()
+        assert images._run is None and not images._planned
+        last = []
+        while engine.has_unfinished:
+            last = engine.step() or last
+        assert answer(last[0]) == wanted
+
+
 def test_other_requests_decode_between_portions(loaded: Loaded) -> None:
     vision, engine = loaded.facts.model_config.vision, loaded.engine
     images = engine.scheduler.images
@@ -270,6 +302,126 @@ def test_requests_that_do_not_fit_their_images(loaded: Loaded) -> None:
     with pytest.raises(RequestError, match="guidance_scale: expected 1 for a prompt with images"):
         engine.add(job("a", ids, placed, guidance_scale=2.0))
     huge = one._replace(tiles=(one.tiles[0].repeat(200, axis=0).repeat(200, axis=1),))
-    with pytest.raises(RequestError, match="image 1: expected at most .* patches in a tile"):
+    with pytest.raises(RequestError, match=r"image 1: expected at most .* patches in a tile"):
         engine.add(job("a", ids, (placed[0]._replace(image=huge),)))
     assert not engine.has_unfinished
+
+
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: Any) -> tuple[Any, Path]:
+    """A Gemma 3 with a window that is a little longer than an image, and its folder."""
+    oracle = vision_model("gemma3", text_config={**TEXT, **WINDOWS})
+    folder = tmp_path_factory.mktemp("windows")
+    oracle.save_pretrained(folder)
+    return oracle, folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"weight_cache": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_windows_with_every_way_to_run(windowed: Any, options: dict[str, Any]) -> None:
+    oracle, folder = windowed
+    loaded = load(EngineConfig(model=str(folder), **OPTIONS, **options))
+    try:
+        vision, engine = loaded.facts.model_config.vision, loaded.engine
+        images = some_images(vision, 2)
+        ids, placed = prompt(vision, images, seed=3)
+        found = answer(run(engine, job("a", ids, placed))["a"])
+        known = list(ids)
+        for token, chance in found:
+            logits = expected_logits(oracle, "gemma3", vision, known, images)
+            assert token == int(logits[-1].argmax())
+            assert abs(chance - float(logits[-1].log_softmax(-1)[token])) < 1e-4
+            known.append(token)
+        engine.reset_prefix_cache()
+        engine.add(job("b", ids, placed))
+        last = []
+        while engine.has_unfinished:
+            last = engine.step(5) or last
+        assert answer(last[0]) == found
+        assert answer(run(engine, job("c", ids, placed))["c"]) == found
+    finally:
+        loaded.engine.close()
+
+
+def test_a_span_wider_than_the_window_is_refused(tmp_path: Path) -> None:
+    text = {**TEXT, **WINDOWS, "sliding_window": 8}
+    vision_model("gemma3", text_config=text).save_pretrained(tmp_path)
+    loaded = load(EngineConfig(model=str(tmp_path), **OPTIONS))
+    vision = loaded.facts.model_config.vision
+    ids, placed = prompt(vision, some_images(vision, 1))
+    with pytest.raises(
+        RequestError, match=r"image 1: expected at most 8 tokens that see each other"
+    ):
+        loaded.engine.add(job("a", ids, placed))
+    loaded.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 192},
+            "enable_chunked_prefill",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=1"),
+    ],
+)
+def test_what_excludes_images(family: Any, options: dict[str, Any], why: str) -> None:
+    """Text alone is read, unless images were asked for."""
+    name, _, folder = family
+    if name == "gemma3" and "pipeline_parallel_size" in options:
+        pytest.skip("its images enter one layer")
+    config = EngineConfig(model=str(folder), **OPTIONS, **options)
+    with closing(open_model(config)) as checkpoint:
+        model = model_config(config, checkpoint)
+        assert why in (why_no_images(config, model) or "")
+        assert image_memory(config, checkpoint, model) is None
+        asked = replace(config, limit_mm_per_prompt={"image": 1})
+        with pytest.raises(RequestError, match=rf"limit_mm_per_prompt: expected .*{why}"):
+            image_memory(asked, checkpoint, model)
+
+
+def test_the_plan_counts_the_tower_its_workspace_and_the_rows(loaded: Loaded) -> None:
+    plan, vision = loaded.facts.plan, loaded.facts.model_config.vision
+    assert plan.images is not None and loaded.runner.images is not None
+    rows = loaded.runner.images.rows
+    assert plan.images.rows == len(rows) and plan.images.cache == rows.nbytes
+    assert plan.fixed - plan.weights - plan.workspace == plan.images.total
+    # small images run together: 1,024 patches
+    assert plan.images.workspace == workspace_bytes(vision, 1024)
+    assert "images" in str(plan)
+
+
+def test_the_scheduler_counts_the_parts_of_a_run_as_the_tower_does(loaded: Loaded) -> None:
+    vision, images = loaded.facts.model_config.vision, loaded.engine.scheduler.images
+    assert GROUP_PATCHES == GROUP
+    side = vision.patch * vision.merge
+    for counts in ([1], [3, 2], [1] * 5):
+        inputs = [
+            image(vision, [(8 * side, 8 * side)] * count, i) for i, count in enumerate(counts)
+        ]
+        tiles = [tile for one in inputs for tile in checked(one, vision)]
+        groups = len(tile_groups(tiles))
+        assert images.limits.units(inputs) == groups * vision.tower.num_layers
+
+
+def test_rows_of_images_have_ids_of_their_own() -> None:
+    ids = image_ids(b"a" * 32, 1000)
+    assert len(set(ids)) == 1000 and max(ids) < 0 and min(ids) >= -(1 << 62)
+    assert ids[:7] == image_ids(b"a" * 32, 7)
+    assert not set(ids) & set(image_ids(b"b" * 32, 1000))
+    one = PromptImage(ImageInput((), ((1, 3),), 3, b"a" * 32), ((2, 2), (5, 1)))
+    assert key_ids([5, 6, 90, 90, 7, 90, 8], (one,)) == [5, 6, *ids[:2], 7, ids[2], 8]

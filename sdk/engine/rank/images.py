@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.engine.plan import Encoding, SequenceSpec, StepRow
+from sdk.engine.plan import Encoding, StepRow
 from sdk.engine.rank.request import RankRequest
+from sdk.engine.rank.request_images import RequestImages, images_of
 from sdk.engine.rank.step_buffers import Buffers
 from sdk.engine.scheduling.image_limits import BLOCK_ROWS
-from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.models.vision.image import PromptImage
 
 if TYPE_CHECKING:
     from sdk.kernels.ops import Ops
@@ -74,43 +73,6 @@ class ImageCache:
     def index_of(self, digest: bytes) -> _Ints:
         """The rows of the cache that an encoded image has, int32 ``[num_tokens]``."""
         return self._index[digest]
-
-
-@dataclass(slots=True)
-class RequestImages:
-    """What a rank knows of the images of a request, token by token of the prompt.
-
-    ``ahead``, ``shifts``: see :class:`sdk.kernels.batch.AttentionBatch`; the latter of the prompt,
-    int32 ``[axes, num_prompt]``, and ``shift`` that of all tokens behind the images.
-    """
-
-    images: tuple[PromptImage, ...]
-    ahead: _Ints | None
-    shifts: _Ints | None
-    shift: int = 0
-
-
-def images_of(spec: SequenceSpec, num_prompt: int, config: VisionConfig) -> RequestImages:
-    """The images of a request that has some."""
-    ahead = shifts = None
-    shift = 0
-    if config.both_ways is not None:
-        ahead = np.zeros(num_prompt, np.int32)
-        for one in spec.images:
-            for first, count in one.spans:
-                ahead[first : first + count] = np.arange(count - 1, -1, -1)
-    if config.axes is not None:
-        shifts = np.zeros((3, num_prompt), np.int32)
-        for one in spec.images:
-            for (first, count), (_, columns) in zip(one.spans, one.image.grids, strict=True):
-                at = np.arange(count)
-                own = shifts[:, first : first + count]
-                own[:] = shift - at
-                own[1] += at // columns
-                own[2] += at % columns
-                shift += max(-(-count // columns), columns) - count
-                shifts[:, first + count :] = shift
-    return RequestImages(spec.images, ahead, shifts, shift)
 
 
 class ImageInputs:

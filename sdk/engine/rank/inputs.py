@@ -61,10 +61,8 @@ class StepInputs:
         #: Whether steps may be launched with ``AttentionBatch.shared_len``.
         self.finds_shared = find_shared
         self._shift = shift
-        #: ``None``: the model sees no images.
         self.images = images
-        width = -(-max_model_len // page_size)
-        device = device or torch.device("cpu")
+        width, device = -(-max_model_len // page_size), device or torch.device("cpu")
         #: Of the layers that keep all tokens, then one for each window group.
         self._tables = [PageTable(device, max_requests, width) for _ in range(1 + windows)]
         self._buffers = Buffers(
@@ -119,14 +117,14 @@ class StepInputs:
             splits=0 if work is None else work.splits,
             token_types=types if token_types else None,
             states=StateBatch(*state_tensors) if states else None,
-            ahead=None if images is None else images.ahead,
-            image_rows=None if images is None else images.rows,
-            shifts=None if images is None else images.shifts,
         )
-        self.attention_batch = self._with_windows(self.attention_batch)
+        self.attention_batch = self._completed(self.attention_batch)
 
-    def _with_windows(self, whole: AttentionBatch) -> AttentionBatch:
-        """The step with the page tables and slots of the window groups."""
+    def _completed(self, whole: AttentionBatch) -> AttentionBatch:
+        """The step with what it reads of images, and with the page tables and slots of the window
+        groups."""
+        if (own := self.images) is not None:
+            whole = replace(whole, ahead=own.ahead, image_rows=own.rows, shifts=own.shifts)
         windows = [
             replace(
                 whole, page_table=table.tensor, slots=torch.zeros_like(whole.slots), group=group

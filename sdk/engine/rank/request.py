@@ -11,7 +11,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.sampling.state import SamplerState
 
 if TYPE_CHECKING:
-    from sdk.engine.rank.images import RequestImages
+    from sdk.engine.rank.request_images import RequestImages
     from sdk.structured.answer import StructuredAnswer
 
 

@@ -90,10 +90,10 @@ class Admission:
         prefixes: Prefixes,
         recorder: Recorder,
         adapters: AdapterSlots | None = None,
-        images: Images | None = None,
     ) -> None:
         self._config = config
-        self._images = images
+        #: Of a model that sees images.
+        self.images: Images | None = None
         self._queues = queues
         self._prefixes = prefixes
         self._recorder = recorder
@@ -156,7 +156,7 @@ class Admission:
             queues.waiting.remove(request)
             self._start(request, found, num_computed, now)
             spare += self._may_grow(request)
-            most = tokens_of(request, budget, self._images, groups)
+            most = tokens_of(request, budget, self.images, groups)
             shares = share(request, most) if most else []
             num = sum(num for _, num in shares)
             if groups is not None:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from sdk.api.errors import RequestError
 from sdk.engine.job import Job
 from sdk.engine.plan import EncodedImage, Encoding
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
+from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
+from sdk.engine.scheduling.in_flight import Batch
 from sdk.engine.scheduling.request import Request
 from sdk.kernels.dataclass import dataclass
 from sdk.models.vision.image import ImageInput, PromptImage
@@ -27,9 +28,6 @@ from sdk.models.vision.image import ImageInput, PromptImage
 #: How long a portion of the tower's work should take. With a step of decoding requests, which reads
 #: the weights, a gap between their tokens stays below half a second.
 PORTION_S = 0.25
-#: Images are encoded together up to so many patches: beyond it a product computes for longer than
-#: it reads the weights.
-JOINT_PATCHES = 1024
 #: The weight of the newest portion in the mean of the tower's speed.
 _NEWEST = 0.3
 
@@ -63,12 +61,12 @@ class Images:
         self.limits = limits
         #: How long a portion should take; less for a host that gives the engine little time.
         self.seconds = PORTION_S
-        self.num_encoded = self.num_hits = 0
+        self.num_encoded = 0
         self._free = list(range(limits.num_blocks))[::-1]
         self._cached: dict[bytes, CachedImage] = {}
         self._clock = 0.0
         self._run: Run | None = None
-        self._planned: list[tuple[float, bool]] = []  # work of portions in flight
+        self._planned: list[float] = []  # the work of portions in flight
         self._seconds_per_work: float | None = None
         #: Whether the last plan had a portion.
         self.encoded_last = False
@@ -187,7 +185,7 @@ class Images:
             return None
         units = min(self._units(run.work), run.units - run.done)
         run.done += units
-        self._planned.append((run.work * units, True))
+        self._planned.append(run.work * units)
         if run.done == run.units:
             for digest in run.digests:
                 self._cached[digest].ready = True
@@ -201,10 +199,12 @@ class Images:
             return 1
         return max(int(self.seconds / max(self._seconds_per_work * work, 1e-9)), 1)
 
-    def learn(self, seconds: float) -> None:
-        """The oldest portion in flight took so long."""
-        if self._planned:
-            work, _ = self._planned.pop(0)
+    def learn(self, batch: Batch, seconds: float, now: float) -> None:
+        """``batch`` is done, whose portion took so long. In a pipeline the rank that answers has no
+        tower; the whole step counts then."""
+        encoding = batch.plan.encoding
+        if encoding is not None and encoding.units and self._planned:
+            work, seconds = self._planned.pop(0), seconds or now - batch.planned_ts
             found, known = seconds / max(work, 1.0), self._seconds_per_work
             self._seconds_per_work = found if known is None else known + _NEWEST * (found - known)
 

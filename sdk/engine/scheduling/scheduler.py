@@ -119,11 +119,10 @@ class Scheduler:
             self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
         self.recorder = recorder = Recorder(clock())
-        #: ``None``: prompts have no images.
-        self.images = None if config.images is None else Images(config.images)
-        shared = self.queues, self.prefixes, recorder, self.adapters, self.images
-        self.admission = Admission(config, *shared)
-        self._prompts = PromptSteps(config, self.queues, self.admission, self.groups, self.images)
+        self.images = images = None if config.images is None else Images(config.images)
+        self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
+        self.admission.images = images
+        self._prompts = PromptSteps(config, self.queues, self.admission, self.groups, images)
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight, recorder)
         self.num_rewinds = 0
         self._num_tokens = 0  # of the last plan
@@ -235,13 +234,13 @@ class Scheduler:
         drafts, batches = self.drafts, self._in_flight.batches
         if drafts is not None and len(batches) == 1:
             rows = batches[0].plan.rows
-            if batches[0].num_decodes == len(rows):
+            if batches[0].num_decodes == len(rows) and batches[0].plan.encoding is None:
                 seconds = self.queues.clock() - self._planned_at
                 drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
-        if self.images is not None and batches and batches[0].plan.encoding is not None:
-            self.images.learn(result.encode_seconds)
+        if self.images is not None and batches:
+            self.images.learn(batches[0], result.encode_seconds, self.queues.clock())
         updates = self.committer.commit(result, self.pages_ahead)
         if not self.queues.unfinished:  # the time until the next request comes does not count
             self._end_steps()
@@ -292,7 +291,7 @@ class Scheduler:
             return None
         for request in queues.take_rewound():
             started += [sequence.start() for sequence in request.sequences]
-        rows.sort(key=_has_several_tokens)  # of one token first
+        rows.sort(key=lambda part: part[1].num_scheduled_tokens > 1)  # of one token first
         if self.groups is not None:
             if joined or queues.num_added != self._num_looked:
                 self._num_looked = queues.num_added
@@ -598,7 +597,3 @@ def _row(sequence: Request, num_tokens: int) -> StepRow:
     ends = sequence.num_computed + num_tokens == sequence.num_tokens
     outputs = 1 if ends and sequence.spec.kind == "generate" else 0
     return StepRow(sequence.request_id, num_tokens, outputs, (), sequence.adapter_slot)
-
-
-def _has_several_tokens(part: tuple[Request, StepRow]) -> bool:
-    return part[1].num_scheduled_tokens > 1

@@ -90,10 +90,7 @@ class SchedulerConfig:
             )
         self._check_groups()
         if self.images is not None and not self.enable_chunked_prefill:
-            raise RequestError(
-                "enable_chunked_prefill: expected True for a model that sees images, found False; "
-                'or set limit_mm_per_prompt={"image": 0}'
-            )
+            raise ValueError("images need enable_chunked_prefill=True")
 
     @property
     def has_groups(self) -> bool:
