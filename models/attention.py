@@ -107,6 +107,12 @@ class Attention:
             reduce=reduce,
         )
         self._pull_norms(source, path, rules, head, plain=plain)
+        self._pull_score_parts(source, path, rules, index)
+
+    def _pull_score_parts(self, source: Source, path: str, rules: LayerRules, index: int) -> None:
+        """What scores get besides: sinks and linear biases of this rank's heads."""
+        c, heads = source.config, source.heads_of(index)
+        count = c.heads_of(index)
         self.sinks: Tensor | None = None
         if rules.sinks is True or (rules.sinks and self.window is not None):
             sinks = source.vector(f"{path}.sinks", count)

@@ -370,6 +370,15 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     return positions, norm
 
 
+def _load_layers(source: Source, rules: LayerRules) -> list[Layer]:
+    layers: list[Layer] = []
+    for i in source.layers:
+        with source.ops.layers.load(i):
+            layers.append(Layer(source, f"model.layers.{i}", i, rules))
+    _look_ahead(layers)
+    return layers
+
+
 def _look_ahead(layers: Sequence[Layer]) -> None:
     """Let each layer guess which experts the next one needs, where they may have to be read.
 
@@ -431,11 +440,7 @@ class Decoder:
             self.head = source.head(self.embedding)
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
-        self.layers: list[Layer] = []
-        for i in self.numbers:
-            with self.ops.layers.load(i):
-                self.layers.append(Layer(source, f"model.layers.{i}", i, self._rules))
-        _look_ahead(self.layers)
+        self.layers = _load_layers(source, self._rules)
         _check_shared_keys(c, self.numbers)
         first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
         #: For each layer of this stage the places of its caches among those of the stage.

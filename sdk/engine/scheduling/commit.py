@@ -85,12 +85,8 @@ class Committer:
                 if request.spec.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
                 continue
-            if (
-                repeats
-                and (after + ahead) % page_size <= ahead
-                and self._needs_page(request, ahead)
-            ):
-                need_page.append(request)
+            if repeats and (after + ahead) % page_size <= ahead:
+                self._note_page(request, ahead, need_page)
             self.num_generation_tokens += len(tokens)
             if request.last_token_ts is earlier:  # the same object: of the same step
                 together += 1
@@ -106,11 +102,15 @@ class Committer:
             elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
-            in_flight.need_page = need_page
-            if has_states:
-                in_flight.need_save = self._prefixes.need_save(batch.sequences)
+            self._note_repeat(batch.sequences, need_page)
         self.num_together, self.interval = together, now - earlier
         return updates
+
+    def _note_repeat(self, sequences: Sequence[Request], need_page: list[Request]) -> None:
+        """What the batch needs if it runs again: pages, snapshots of states."""
+        self._in_flight.need_page = need_page
+        if self._has_states:
+            self._in_flight.need_save = self._prefixes.need_save(sequences)
 
     def _note_interval(self, request: Request, now: float) -> None:
         """A request has its first token, or one whose predecessor is not as old as the others'."""
@@ -168,10 +168,11 @@ class Committer:
         request.num_prompt_scored += len(scored)
         return scored
 
-    def _needs_page(self, request: Request, ahead: int) -> bool:
-        """Whether a request needs one more page; its last token is never read back."""
+    def _note_page(self, request: Request, ahead: int, need_page: list[Request]) -> None:
+        """Add a request that needs one more page; its last token is never read back."""
         needed = min(request.num_computed + ahead, request.max_len - 2)
-        return len(request.pages) * self._config.page_size <= needed
+        if len(request.pages) * self._config.page_size <= needed:
+            need_page.append(request)
 
     def _accepted(
         self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
