@@ -45,12 +45,11 @@ class Committer:
 
     def commit(self, result: StepResult, ahead: int) -> list[RequestUpdate]:
         """Advance the oldest batch's requests; returns updates. ``ahead``: ``pages_ahead``."""
-        batch, in_flight = self._take(result), self._in_flight
+        batch, in_flight, has_states = self._take(result), self._in_flight, self._has_states
         now, updates = self._queues.clock(), self._queues.take_expired()
         page_size, repeats = self._config.page_size, in_flight.repeatable is batch
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
-        rows, found, forced = batch.plan.rows, result.tokens, result.forced
-        has_states = self._has_states
+        rows, found, forced, needs = batch.plan.rows, result.tokens, result.forced, self._needs_page
         need_page: list[Request] = []
         earlier, together, index = _last_token(batch.sequences), 0, -1  # zip(): 25 us more
         for request in batch.sequences:
@@ -85,8 +84,8 @@ class Committer:
                 if request.spec.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
                 continue
-            if repeats and (after + ahead) % page_size <= ahead:
-                self._note_page(request, ahead, need_page)
+            if repeats and (after + ahead) % page_size <= ahead and needs(request, ahead):
+                need_page.append(request)
             self.num_generation_tokens += len(tokens)
             if request.last_token_ts is earlier:  # the same object: of the same step
                 together += 1
@@ -102,15 +101,10 @@ class Committer:
             elif ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
-            self._note_repeat(batch.sequences, need_page)
+            saves = self._prefixes.need_save(batch.sequences) if has_states else []
+            in_flight.need_page, in_flight.need_save = need_page, saves
         self.num_together, self.interval = together, now - earlier
         return updates
-
-    def _note_repeat(self, sequences: Sequence[Request], need_page: list[Request]) -> None:
-        """What the batch needs if it runs again: pages, snapshots of states."""
-        self._in_flight.need_page = need_page
-        if self._has_states:
-            self._in_flight.need_save = self._prefixes.need_save(sequences)
 
     def _note_interval(self, request: Request, now: float) -> None:
         """A request has its first token, or one whose predecessor is not as old as the others'."""
@@ -168,11 +162,10 @@ class Committer:
         request.num_prompt_scored += len(scored)
         return scored
 
-    def _note_page(self, request: Request, ahead: int, need_page: list[Request]) -> None:
-        """Add a request that needs one more page; its last token is never read back."""
+    def _needs_page(self, request: Request, ahead: int) -> bool:
+        """Whether a request needs one more page; its last token is never read back."""
         needed = min(request.num_computed + ahead, request.max_len - 2)
-        if len(request.pages) * self._config.page_size <= needed:
-            need_page.append(request)
+        return len(request.pages) * self._config.page_size <= needed
 
     def _accepted(
         self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
