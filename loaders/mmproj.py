@@ -122,6 +122,8 @@ class Mmproj:
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         layout = self._layout(stored)
+        if self._rules.interleaved_qk and name.endswith(("q_proj", "k_proj")):
+            return weight_of(layout).with_rows(self._halves_apart(stored))
         if name.removeprefix(VISION_ROOT) not in self._rules.turned:
             return weight_of(layout)
         return weight_of(Dense(weight_of(layout).dequantize().t().contiguous()))
@@ -268,6 +270,14 @@ class Mmproj:
         data = self._file.data(stored.name)
         where = f"{self.path}: tensor {stored.name!r}"
         return decode_matrix(stored.type, data, stored.shape[-1], where)
+
+    def _halves_apart(self, stored: GgufTensor) -> Tensor:
+        """For each row of q or k the row of the file, int64."""
+        heads, rows = self.keys.count("attention.head_count", MAX_WIDTH), stored.shape[0]
+        if rows % (2 * heads):
+            raise self._fail(stored, f"expected a multiple of {2 * heads} rows ({heads} heads)")
+        pairs = torch.arange(rows).view(heads, rows // heads // 2, 2)
+        return pairs.transpose(1, 2).reshape(-1)
 
     def _fail(self, stored: GgufTensor, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: tensor {stored.name!r}: {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
@@ -64,6 +65,8 @@ class VisionConfig:
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
     both_ways: Literal["all", "windows"] | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
     axes: tuple[int, ...] | None = None
     #: Rows of a square table of learned positions; 0: there is none.
     positions: int = 0
@@ -74,6 +77,10 @@ class VisionConfig:
     window: int = 0
     full: tuple[int, ...] = ()
     projector_norm: bool = False
+    #: Sizes of larger pictures of an image, in pixels, whose tiles follow that of the whole one;
+    #: empty: tiles are independent. Beyond ``most_tiles`` tiles their tokens are shrunk.
+    pictures: tuple[tuple[int, int], ...] = ()
+    most_tiles: int | None = None
     #: Features between the matrices of the MLP after the tower; 0: those of a token.
     projector_width: int = 0
     #: Each tile begins with a token of the class, which the text does not read.
@@ -197,15 +204,13 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(
-    whole: Fields, text: Fields, default: tuple[int, int, int], *, interleaved: bool
-) -> tuple[int, ...]:
-    """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
+def text_sections(
+    whole: Fields, text: Fields, default: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """How many rotary frequencies of the text model turn by time, row and column. ``default``:
+    those of transformers' class.
 
-    Sections say how many turn by time, row and column: one section after the other, or taking
-    turns until a section has all of its own. ``default``: those of transformers' class.
-
-    :raises CheckpointError: the sections are not three numbers.
+    :raises CheckpointError: they are not three numbers.
     """
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = Fields(text.mapping(key), f"config: {key}")
@@ -214,9 +219,24 @@ def text_axes(
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
         rope.fail("mrope_section", "3 numbers of frequencies", sections)
-    if not interleaved:
-        return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
+    time, rows, columns = sections
+    return time, rows, columns
+
+
+def plain_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """What ``turning`` frequencies turn by: see ``VisionConfig.axes``. The sections follow one
+    another.
+
+    :raises CheckpointError: they are not as many frequencies.
+    """
+    if sum(sections) != turning:
+        Fields({}).fail("mrope_section", f"a sum of {turning} frequencies", list(sections))
+    return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
+
+
+def interleaved_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """The same where time, rows and columns take turns until rows or columns have all of theirs."""
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(turning))
 
 
 def square_tiles(vision: Fields) -> tuple[int, int]:
@@ -235,3 +255,21 @@ def only(fields: Fields, key: str, value: Any) -> None:
             f"{fields.where}: {key}: expected {value!r}, found {str(found)[:80]!r}: images of such "
             "a model are not supported"
         )
+
+
+def picture_sizes(
+    whole: Fields, side: int, default: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Heights and widths, in pixels, in whole tiles of ``side``.
+
+    :raises CheckpointError: they are not.
+    """
+    key = "image_grid_pinpoints"
+    found = whole.values.get(key, default)
+    if not isinstance(found, (list, tuple)) or not 1 <= len(found) <= 4096:
+        whole.fail(key, "a list of heights and widths", found)
+    for size in found:
+        pair = isinstance(size, (list, tuple)) and len(size) == 2
+        if not pair or any(type(x) is not int or x < side or x % side for x in size):
+            whole.fail(key, f"heights and widths in multiples of {side}", size)
+    return tuple((height, width) for height, width in found)

@@ -97,6 +97,7 @@ class MmprojRules(NamedTuple):
     ``names(keys)``: of tensors outside layers, ours to the file's, besides those of all towers.
     ``processor(keys)``: keys of the image processor, besides mean and deviation of colors.
     ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
+    ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     """
 
     projectors: tuple[str, ...]
@@ -109,6 +110,7 @@ class MmprojRules(NamedTuple):
     processor: Callable[[Fields], Mapping[str, Any]] = _nothing
     gelu: str = "gelu_pytorch_tanh"
     turned: tuple[str, ...] = ()
+    interleaved_qk: bool = False
 
 
 class Family(NamedTuple):
@@ -147,6 +149,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "internvl": "internvl",
         "lfm2_vl": "lfm2_vl",
         "llava": "llava",
+        "llava_next": "llava_next",
+        "llava_onevision": "llava_onevision",
         "mistral3": "pixtral",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",

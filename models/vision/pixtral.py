@@ -137,6 +137,7 @@ FAMILY = Family(
         },
         lambda keys: {"size": {"longest_edge": keys.count("image_size", 1 << 16)}},
         gelu="gelu",
+        interleaved_qk=True,
     ),
     frequencies=taking_turns,
     norm_before=True,

@@ -16,7 +16,7 @@ from sdk.models.vision.config import (
     VisionConfig,
     most_pixels,
     square,
-    text_axes,
+    text_sections,
 )
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns
@@ -52,7 +52,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_tokens=most // merge**2,
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
-        axes=text_axes(whole, text, (16, 24, 24), interleaved=False),
+        sections=text_sections(whole, text, (16, 24, 24)),
         window=window * merge,
         full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
         mean=CLIP_MEAN,

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import VisionConfig, encoder_config, most_pixels, square, text_axes
+from sdk.models.vision.config import (
+    VisionConfig,
+    encoder_config,
+    most_pixels,
+    square,
+    text_sections,
+)
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 
@@ -64,7 +70,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
         deepstack=ascending_layers(vision, "deepstack_visual_indexes", tower.num_layers),
-        axes=text_axes(whole, text, SECTIONS[new], interleaved=True),
+        sections=text_sections(whole, text, SECTIONS[new]),
+        interleaved=True,
         positions=vision.count("num_position_embeddings", 1 << 24),
     )
 

@@ -6,6 +6,7 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,19 @@ from sdk.models.attention import Step
 from sdk.models.decoder import Layer
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import Packer
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
-from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
+from sdk.models.vision.sequences import (
+    PAGE_SIZE,
+    SHORT,
+    num_pages,
+    sequence_batch,
+    sequence_pages,
+)
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 from sdk.quant.errors import CheckpointError
 
@@ -137,6 +145,17 @@ class Tower:
         if own.deepstack is not None:
             numbers = range(len(config.deepstack))
             self.deepstack = [own.deepstack(source, config, number) for number in numbers]
+        self.packer: Packer | None = None
+        if config.pictures:
+            newline = _tensor(source, "projector.newline", (config.hidden_size,))
+            side = math.isqrt(config.positions - int(config.class_token))
+            self.packer = Packer(
+                config.pictures,
+                side * config.patch,
+                side // config.merge,
+                newline.to(self.ops.device),
+                config.most_tiles,
+            )
         self.turns: tuple[Tensor, Tensor] | None = None
         if own.frequencies is not None:
             frequencies, axes = map(torch.from_numpy, own.frequencies(config))
@@ -214,7 +233,9 @@ class TowerRun:
         """Of those whose layers run next: what a layer costs grows with it. 0: all is done."""
         if self._group is not None:
             return self._group.patches
-        return sum(map(len, (p.rows for _, p in self._waiting[0]))) if self._waiting else 0
+        more = int(self._tower.config.class_token)
+        tiles = self._waiting[0] if self._waiting else []
+        return sum(len(where.rows) + more for _, where in tiles)
 
     def advance(self, layers: int) -> bool:
         """Run up to ``layers`` more layers; ``True`` when everything is done."""
@@ -234,14 +255,20 @@ class TowerRun:
     def rows(self) -> list[Tensor]:
         """For each image float32 ``[num_tokens, features * hidden]``, token by token.
 
-        :raises ValueError: not all layers have run.
+        :raises ValueError: not all layers have run, or an image has another number of tokens.
         """
         if self._waiting or self._group is not None:
             raise ValueError("rows: layers are left to run, advance() returns True when none is")
         every, found, first = torch.cat(self._found), [], 0
+        pack = self._tower.packer
         for image in self._images:
-            found.append(every[first : first + image.num_tokens])
-            first += image.num_tokens
+            count = sum(down * across for down, across in image.grids)
+            rows = every[first : first + count]
+            rows = rows if pack is None else pack(rows, image)
+            if len(rows) != image.num_tokens:
+                raise ValueError(f"image: {image.num_tokens} tokens, expected {len(rows)}")
+            found.append(rows)
+            first += count
         return found
 
 
@@ -261,13 +288,14 @@ class TileGroup:
         if tower.config.window:
             tiles, windows = self._in_windows(tiles)
         c, ops = tower.config.tower, tower.ops
-        pages = max(num_pages(lengths), num_pages(windows))
-        self._pages = [sequence_pages(pages, c.num_kv_heads, c.head_dim, ops)]
+        size = SHORT if tower.config.window else PAGE_SIZE
+        pages = max(num_pages(lengths, size), num_pages(windows, size))
+        self._pages = [sequence_pages(pages, size, c.num_kv_heads, c.head_dim, ops)]
         angles = [self._angles(tiles)]
         #: Of layers that see whole tiles, and of those that see windows.
-        self._full = self._windows = Step(sequence_batch(lengths, ops), angles)
+        self._full = self._windows = Step(sequence_batch(lengths, size, ops), angles)
         if tower.config.window:
-            self._windows = Step(sequence_batch(windows, ops), angles)
+            self._windows = Step(sequence_batch(windows, size, ops), angles)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
         self._run = 0

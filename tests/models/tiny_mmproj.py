@@ -208,6 +208,9 @@ def _parts(name: str, values: Tensor, family: str) -> list[tuple[str, Tensor]]:
     if family == "qwen2_5_vl" and "attn_qkv" in name:
         parts = values.chunk(3)
         return [(name.replace("qkv", part), own) for part, own in zip("qkv", parts, strict=True)]
+    if family == "mistral3" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        pairs = values.view(3, 2, 12, -1)  # heads, halves, features of a half
+        return [(name, pairs.transpose(1, 2).reshape(values.shape))]
     if name == "mm.soft_emb_norm.weight":
         return [(name, values + 1)]
     return [(name, values)]
