@@ -48,6 +48,7 @@ REFERENCE = {
         "Quantization",
         *("sdk.quantizing", "sdk.evaluating", "sdk.loading.quant_report"),
     ),
+    "images": ("Images", "sdk.api.image_hosts"),
     "processes": ("Several processes", "sdk.api.remote_workers", "sdk.cluster.distributed"),
     "demo": ("Demo model", "sdk.demo"),
     "errors": ("Errors", "sdk.api.errors"),

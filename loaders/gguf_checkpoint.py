@@ -42,9 +42,10 @@ from sdk.loaders.gguf_names import (
     single_expert,
 )
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
+from sdk.loaders.mmproj import Mmproj, open_beside
 from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
 from sdk.loaders.qkv_rows import delta_rows
-from sdk.quant.checkpoint import TensorEntry
+from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
@@ -67,8 +68,16 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path, pre_tokenizer: str | None = None) -> None:
-        """``pre_tokenizer``: see :func:`tokenizer_from_gguf`."""
+    def __init__(
+        self,
+        path: Path,
+        pre_tokenizer: str | None = None,
+        mmproj: Path | None = None,
+        *,
+        text_only: bool = True,
+    ) -> None:
+        """``pre_tokenizer``: see :func:`tokenizer_from_gguf`. ``mmproj``: the file of its encoder
+        of images; ``None``: unless ``text_only`` that beside it, if there is one."""
         self.path = path
         self._pre_tokenizer = pre_tokenizer
         self.on_bytes: Callable[[int, int], None] | None = None
@@ -80,10 +89,20 @@ class GgufCheckpoint:
         self.unread_keys = unread_keys(self._file, self.architecture, self.rules)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
+        self._images: Mmproj | None = None
+        if mmproj is not None:
+            self._images = Mmproj(mmproj, self._file, self.config)
+        elif not text_only:
+            self._images = open_beside(path, self._file, self.config)
         self.processor: Mapping[str, Any] = {}
         self._pulled: set[str] = set()
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())
+        if self._images is not None:
+            self.config = {**self.config, **self._images.config}
+            self.processor = self._images.processor
+            self._total += self._images.nbytes
+            self._images.on_read = self._read
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -99,7 +118,14 @@ class GgufCheckpoint:
 
         return tokenizer_from_gguf(self.metadata, str(self.path), pre_tokenizer=self._pre_tokenizer)
 
+    @property
+    def mmproj(self) -> Path | None:
+        """The file of its encoder of images."""
+        return None if self._images is None else self._images.path
+
     def weight(self, name: str) -> Weight:
+        if name.startswith(VISION_ROOT) and self._images is not None:
+            return self._images.weight(name)
         stored = self._find(name)
         self._check_shape(name, stored)
         expert = self._expert(name, stored)
@@ -121,6 +147,8 @@ class GgufCheckpoint:
         return found if rows is None else found.with_rows(rows)
 
     def tensor(self, name: str) -> Tensor:
+        if name.startswith(VISION_ROOT) and self._images is not None:
+            return self._images.tensor(name)
         if (number := self._number(name)) is not None:
             return torch.tensor([number])
         stored = self._find(name)
@@ -139,6 +167,8 @@ class GgufCheckpoint:
         return values
 
     def has(self, name: str) -> bool:
+        if name.startswith(VISION_ROOT):
+            return self._images is not None and self._images.has(name)
         return self._stored(name)[1] is not None
 
     def alike(self, one: str, other: str) -> bool:
@@ -148,18 +178,19 @@ class GgufCheckpoint:
     def entries(self) -> Sequence[TensorEntry]:
         entries, tensors = self._opened().entries(), self._opened().tensors
         two = 2 * _PIECE  # the one that is packed and the next one
-        return [replace(e, read=two) if _is_large(tensors[e.name]) else e for e in entries]
+        found = [replace(e, read=two) if _is_large(tensors[e.name]) else e for e in entries]
+        return [*found, *(() if self._images is None else self._images.entries())]
 
     def unused(self) -> list[str]:
-        return [
-            name
-            for name in self._opened().tensors
-            if name not in self._pulled and name not in _IN_CONFIG
-        ]
+        read = self._pulled | _IN_CONFIG
+        own = [name for name in self._opened().tensors if name not in read]
+        return own if self._images is None else [*own, *self._images.unused()]
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+        if self._images is not None:
+            self._images.close()
         self._file = None
         self.__dict__.pop("tokenizer", None)  # callers may keep it alive
 
@@ -337,7 +368,10 @@ class GgufCheckpoint:
         if stored.name in self._pulled:
             return
         self._pulled.add(stored.name)
-        self._done += stored.nbytes
+        self._read(stored.nbytes)
+
+    def _read(self, nbytes: int) -> None:
+        self._done += nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.gguf_config import build_config
@@ -20,6 +20,7 @@ from sdk.loaders.hub import (
     parse_hub_id,
 )
 from sdk.loaders.hub_files import gguf_files
+from sdk.loaders.mmproj_files import is_mmproj
 from sdk.loaders.other_kinds import PICKLES, check_adapter, no_model
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -37,6 +38,7 @@ def open_checkpoint(
     download_dir: str | None = None,
     on_download: Report = lambda done, total: None,
     pre_tokenizer: str | None = None,
+    mmproj: str | Path | Literal[False] | None = None,
 ) -> Checkpoint:
     """Open a model by its headers; weights are read when they are pulled.
 
@@ -51,6 +53,8 @@ def open_checkpoint(
         download_dir: the cache for downloads; default: the hub's own.
         on_download: called with bytes done and total bytes.
         pre_tokenizer: the word split of a GGUF file's tokenizer, instead of the one it names.
+        mmproj: the GGUF file with the encoder of images of a GGUF file. Default: one beside it that
+            fits, if there is any; ``False``: none.
 
     Raises:
         CheckpointError: the model is damaged, incomplete or missing.
@@ -60,10 +64,23 @@ def open_checkpoint(
     path = locate(model, filename, hub)
     file = _gguf_at(path)
     if file is None:
+        if mmproj:
+            raise UnsupportedError(
+                f"mmproj: {mmproj}: expected with a GGUF file, found {path}: a folder has its own "
+                "encoder of images"
+            )
         return _hf_folder(path)
+    images = None if mmproj is None or mmproj is False else _existing(mmproj)
     from sdk.loaders.gguf_checkpoint import GgufCheckpoint
 
-    return GgufCheckpoint(file, pre_tokenizer)
+    return GgufCheckpoint(file, pre_tokenizer, images, text_only=mmproj is False)
+
+
+def _existing(mmproj: str | Path) -> Path:
+    path = existing_path(mmproj)
+    if path is None or path.is_dir():
+        raise CheckpointError(f"mmproj: {mmproj}: expected a GGUF file, found none")
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +198,7 @@ def _gguf_at(path: Path) -> Path | None:
         not (path / "model_index.json").is_file()  # diffusers' pipelines may hold both
     ):
         return None
-    models = sorted(path.glob("*.gguf"))
+    models = sorted(model for model in path.glob("*.gguf") if not is_mmproj(model))
     first = [model for model in models if "-of-" not in model.name or "-00001-of-" in model.name]
     if len(first) == 1:
         return first[0]

@@ -281,6 +281,8 @@ class LayerRules(NamedTuple):
     scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
     of a token's only expert multiplies what that reads, in place of what it computes.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
+    ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
+    arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
     """
 
     norms: Norms = Norms()
@@ -304,6 +306,7 @@ class LayerRules(NamedTuple):
     recurrent_norms: Norms | None = None
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
+    block_scales: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False
 

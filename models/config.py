@@ -90,6 +90,7 @@ class ModelConfig:
     token keeps, and there is one key head.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
     ``vision``: its encoder of images, if it has one that is supported.
+    ``activation_slope``: of an MLP without a gate: it computes ``act(slope * x) / slope``.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -145,6 +146,7 @@ class ModelConfig:
     latent: LatentSpec | None = None
     chunked_windows: bool = False
     vision: VisionConfig | None = None
+    activation_slope: float = 1.0
 
     def blocks_of(self, layer: int) -> Blocks:
         """Of what a layer consists."""
@@ -239,10 +241,8 @@ class ModelConfig:
         :raises UnsupportedError: a rotary scaling, activation or layer type we do not have.
         """
         if isinstance(text := config.get("text_config"), Mapping):
-            return replace(
-                cls.from_dict({**_outer_facts(config), **text}), vision=vision_of(config)
-            )
-        vision = vision_of(config)
+            found = cls.from_dict({**_outer_facts(config), **text})
+            return replace(found, vision=_vision(config, found.ropes))
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)
         own = known or Architecture(model_type)
@@ -286,11 +286,25 @@ class ModelConfig:
             layer_heads=layer_heads,
             layer_caches=caches,
             layer_widths=widths,
-            vision=vision,
+            vision=_vision(config, ropes),
             **_numbers(fields, rules, hidden),
             **_of_layers(fields, rules, windows),
             **_of_blocks(fields, rules),
         )
+
+
+def _vision(config: Mapping[str, Any], ropes: Sequence[RopeSpec]) -> VisionConfig | None:
+    """Its encoder of images, if it has one that is supported.
+
+    :raises CheckpointError: the axes of rotary frequencies are not as many as these.
+    """
+    found = vision_of(config)
+    if found is None or found.sections is None:
+        return found
+    from sdk.models.vision.config import interleaved_axes, plain_axes
+
+    axes = interleaved_axes if found.interleaved else plain_axes
+    return replace(found, axes=axes(found.sections, ropes[0].rotary_dim // 2))
 
 
 def _numbers(fields: Fields, rules: ConfigRules, hidden: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class MLP:
     ) -> None:
         c = source.config
         self.ops = source.ops
-        self.activation = c.activation
+        self.activation, self.slope = c.activation, c.activation_slope
         self.gated = gated
         self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
         width = width or c.intermediate_size
@@ -112,7 +112,9 @@ class MLP:
             return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
         if self.gated:
             return self.ops.scale(self.down(self.up.gated(x, self.activation)), self.factor)
-        return self.down(self.ops.activation(self.up(x), self.activation, numbers=self.numbers))
+        y = self.ops.scale(self.up(x), self.slope)
+        y = self.ops.activation(y, self.activation, numbers=self.numbers)
+        return self.down(self.ops.scale(y, 1 / self.slope))
 
 
 class MLPBesideExperts:
@@ -220,6 +222,11 @@ class Layer:
             from sdk.models.layer_inputs import LayerInput
 
             self.input = LayerInput(source, path, index)
+        self.attention_scale: Tensor | None = None
+        self.mlp_scale: Tensor | None = None
+        if rules.block_scales:
+            self.attention_scale = source.vector(f"{path}.attention_scale", c.hidden_size)
+            self.mlp_scale = source.vector(f"{path}.mlp_scale", c.hidden_size)
         self.factor = 1.0
         if rules.scaled:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
@@ -235,14 +242,15 @@ class Layer:
             return self._run_parallel(delta, residual, step, caches)
         if self.mixers:
             x, residual = self._input(self._rounding, delta, residual, self.before_attention)
-            delta = self._output(self._mix(x, step, caches), self.after_attention)
+            x = self._mix(x, step, caches)
+            delta = self._output(x, self.after_attention, self.attention_scale)
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
             if isinstance(self.mlp, MLPBesideExperts):
                 x = self.mlp(x, residual)
             else:
                 x = self.mlp(x)
-            delta = self._output(x, self.after_mlp)
+            delta = self._output(x, self.after_mlp, self.mlp_scale)
         if self.input is not None:
             residual = delta if residual is None else self.ops.add(residual, delta)
             delta = self.input(residual, step)
@@ -305,10 +313,12 @@ class Layer:
         residual = delta if residual is None else self.ops.add(residual, delta)
         return residual, residual
 
-    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """What a block adds to the sum."""
+    def _output(self, x: Tensor, norm: Norm | None, scale: Tensor | None = None) -> Tensor:
+        """What a block adds to the sum. ``scale``: multiplies its features."""
         if norm is not None:
             x = self.ops.norm(x, norm)
+        if scale is not None:
+            x = self.ops.gate(x, scale.expand(len(x), -1), "linear")
         return self.ops.scale(x, self.multiplier)
 
 

@@ -174,7 +174,16 @@ def plain_template() -> str:
 def reference_ids(
     family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
 ) -> list[int]:
-    """What transformers' processor makes of a conversation. Parts are ``{"type": "image"}``."""
+    """The token ids of :func:`reference_inputs`."""
+    [ids] = reference_inputs(family, messages, pictures)["input_ids"].tolist()
+    return list(ids)
+
+
+def reference_inputs(
+    family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
+) -> dict[str, Any]:
+    """What transformers' processor makes of a conversation: the arguments of its model. Parts are
+    ``{"type": "image"}``."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(family.specials),
         chat_template=family.template,
@@ -188,10 +197,10 @@ def reference_ids(
     )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pixels = getattr(transformers, f"{family.kind}Pil")(**family.size)
-    if family is GEMMA:
+    if family.model_type == "gemma3":
         count = family.config["mm_tokens_per_image"]
         made = transformers.Gemma3Processor(pixels, tokenizer, image_seq_length=count)
-    elif family is LLAVA:
+    elif family.model_type == "llava":
         made = transformers.LlavaProcessor(
             pixels,
             tokenizer,
@@ -201,8 +210,8 @@ def reference_ids(
         )
     else:
         made = _without_videos(transformers.Qwen2_5_VLProcessor, pixels, tokenizer)
-    [ids] = made(text=[text], images=list(pictures), add_special_tokens=False)["input_ids"]
-    return list(ids)
+    how = {"add_special_tokens": False, "return_tensors": "pt"}
+    return dict(made(text=[text], images=list(pictures) or None, **how))
 
 
 def _without_videos(kind: Any, pixels: Any, tokenizer: Any) -> Any:
@@ -229,3 +238,10 @@ def paligemma_ids(text: str, image: NDArray[np.uint8]) -> list[int]:
     made = transformers.PaliGemmaProcessor(pixels, tokenizer)
     [ids] = made(text=[text], images=[image])["input_ids"]
     return list(ids)
+
+
+def token_of(family: Family, folder: Path, spelling: str | None = None) -> int:
+    """The id of a token of a folder: by default of the one that stands for images."""
+    found = tokenizer_from_folder(folder).token_to_id(spelling or family.image_token)
+    assert found is not None
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.models.config_fields import (
@@ -25,6 +26,8 @@ MAX_SIDE = 1 << 16
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+QUICK_GELU = 1.702
 
 Color = tuple[float, float, float]
 
@@ -62,6 +65,8 @@ class VisionConfig:
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
     both_ways: Literal["all", "windows"] | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
     axes: tuple[int, ...] | None = None
     #: Rows of a square table of learned positions; 0: there is none.
     positions: int = 0
@@ -71,6 +76,15 @@ class VisionConfig:
     #: Patches of each side of a window, the sequences of all layers but ``full``; 0: all are full.
     window: int = 0
     full: tuple[int, ...] = ()
+    projector_norm: bool = False
+    #: Sizes of larger pictures of an image, in pixels, whose tiles follow that of the whole one;
+    #: empty: tiles are independent. Beyond ``most_tiles`` tiles their tokens are shrunk.
+    pictures: tuple[tuple[int, int], ...] = ()
+    most_tiles: int | None = None
+    #: Features between the matrices of the MLP after the tower; 0: those of a token.
+    projector_width: int = 0
+    #: Each tile begins with a token of the class, which the text does not read.
+    class_token: bool = False
 
     @property
     def features(self) -> int:
@@ -87,6 +101,7 @@ def encoder_config(
     heads: str = "num_attention_heads",
     depth: str = "num_hidden_layers",
     attention_bias: bool = True,
+    output_bias: bool | None = None,
     mlp_bias: bool = True,
     rotary_dim: int | None = None,
     theta: float = 10000.0,
@@ -102,6 +117,7 @@ def encoder_config(
 
     hidden, count = fields.count("hidden_size", MAX_WIDTH), fields.count(heads, MAX_WIDTH)
     number = fields.count(depth, MAX_LAYERS)
+    quick = activation == "quick_gelu"  # x * sigmoid(1.702 x)
     if hidden % count and not fields.has("head_dim"):
         fields.fail(heads, f"a divisor of hidden_size {hidden}", count)
     head_dim = fields.count("head_dim", 4096, default=hidden // count)
@@ -116,7 +132,8 @@ def encoder_config(
         num_kv_heads=count,
         head_dim=head_dim,
         norm_eps=eps,
-        activation=activation_named(activation, "hidden_act"),
+        activation=activation_named("silu" if quick else activation, "hidden_act"),
+        activation_slope=QUICK_GELU if quick else 1.0,
         max_position=MAX_SIDE,
         ropes=(turns,),
         rope_of_layer=(0,) * number,
@@ -128,7 +145,7 @@ def encoder_config(
         residual_scale=1.0,
         logits_scale=1.0,
         attention_bias=attention_bias,
-        output_bias=attention_bias,
+        output_bias=attention_bias if output_bias is None else output_bias,
         mlp_bias=mlp_bias,
         down_bias=mlp_bias,
         tie_word_embeddings=True,
@@ -187,23 +204,39 @@ def most_pixels(whole: Fields, default: int) -> int:
     return fields.count(key, MAX_SIDE**2, default=default)
 
 
-def text_axes(text: Fields, default: tuple[int, int, int], *, interleaved: bool) -> tuple[int, ...]:
-    """What each rotary frequency of the text model turns by (see ``VisionConfig.axes``).
+def text_sections(
+    whole: Fields, text: Fields, default: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """How many rotary frequencies of the text model turn by time, row and column. ``default``:
+    those of transformers' class.
 
-    Sections say how many turn by time, row and column: one section after the other, or taking
-    turns until a section has all of its own. ``default``: those of transformers' class.
-
-    :raises CheckpointError: the sections are not three numbers.
+    :raises CheckpointError: they are not three numbers.
     """
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = Fields(text.mapping(key), f"config: {key}")
-    sections = rope.values.get("mrope_section", default)
+    stated = whole.values.get("mrope_section", default)  # of a GGUF file
+    sections = rope.values.get("mrope_section", stated)
     numbers = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not numbers or any(type(one) is not int or not 0 <= one <= 4096 for one in sections):
         rope.fail("mrope_section", "3 numbers of frequencies", sections)
-    if not interleaved:
-        return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
+    time, rows, columns = sections
+    return time, rows, columns
+
+
+def plain_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """What ``turning`` frequencies turn by: see ``VisionConfig.axes``. The sections follow one
+    another.
+
+    :raises CheckpointError: they are not as many frequencies.
+    """
+    if sum(sections) != turning:
+        Fields({}).fail("mrope_section", f"a sum of {turning} frequencies", list(sections))
+    return tuple(axis for axis, own in enumerate(sections) for _ in range(own))
+
+
+def interleaved_axes(sections: tuple[int, int, int], turning: int) -> tuple[int, ...]:
+    """The same where time, rows and columns take turns until rows or columns have all of theirs."""
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(turning))
 
 
 def square_tiles(vision: Fields) -> tuple[int, int]:
@@ -212,3 +245,31 @@ def square_tiles(vision: Fields) -> tuple[int, int]:
     if image < patch:
         vision.fail("image_size", f"at least one patch of {patch} pixels", image)
     return patch, image // patch
+
+
+def only(fields: Fields, key: str, value: Any) -> None:
+    """:raises UnsupportedError: a key has another value than the one that is supported."""
+    found = fields.values.get(key, value)
+    if found != value:
+        raise UnsupportedError(
+            f"{fields.where}: {key}: expected {value!r}, found {str(found)[:80]!r}: images of such "
+            "a model are not supported"
+        )
+
+
+def picture_sizes(
+    whole: Fields, side: int, default: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Heights and widths, in pixels, in whole tiles of ``side``.
+
+    :raises CheckpointError: they are not.
+    """
+    key = "image_grid_pinpoints"
+    found = whole.values.get(key, default)
+    if not isinstance(found, (list, tuple)) or not 1 <= len(found) <= 4096:
+        whole.fail(key, "a list of heights and widths", found)
+    for size in found:
+        pair = isinstance(size, (list, tuple)) and len(size) == 2
+        if not pair or any(type(x) is not int or x < side or x % side for x in size):
+            whole.fail(key, f"heights and widths in multiples of {side}", size)
+    return tuple((height, width) for height, width in found)

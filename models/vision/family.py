@@ -83,6 +83,36 @@ def _renamed(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
+def _nothing(keys: Fields) -> Mapping[str, Any]:
+    return {}
+
+
+class MmprojRules(NamedTuple):
+    """How a GGUF file of llama.cpp ("mmproj") holds the tower of a family.
+
+    ``projectors``: the values of ``clip.projector_type``. ``text``: the types of the text models.
+    ``tokens``: what the token of an image is called in their vocabularies.
+    ``config(common, keys, text)``: the vision part of a config and the keys of the whole model,
+    from what the metadata say of all towers, ``clip.vision.…`` and the config of the text model.
+    ``names(keys)``: of tensors outside layers, ours to the file's, besides those of all towers.
+    ``processor(keys)``: keys of the image processor, besides mean and deviation of colors.
+    ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
+    ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    """
+
+    projectors: tuple[str, ...]
+    text: tuple[str, ...]
+    tokens: tuple[str, ...]
+    config: Callable[
+        [dict[str, Any], Fields, Mapping[str, Any]], tuple[dict[str, Any], dict[str, Any]]
+    ]
+    names: Callable[[Fields], Mapping[str, str]]
+    processor: Callable[[Fields], Mapping[str, Any]] = _nothing
+    gelu: str = "gelu_pytorch_tanh"
+    turned: tuple[str, ...] = ()
+    interleaved_qk: bool = False
+
+
 class Family(NamedTuple):
     """A family of vision models.
 
@@ -93,6 +123,7 @@ class Family(NamedTuple):
     ``positions(config, table, places)``: what is added to patches, of the table
     ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and
     for each one whether it turns by the row (0) or the column (1), int32.
+    ``mmproj``: ``None`` where GGUF files of the tower are not supported.
     ``norm_before``, ``norm_after``: the tower has a norm before its first layer
     (``model.norm_before``) or after its last one (``model.norm``).
     """
@@ -105,6 +136,7 @@ class Family(NamedTuple):
     deepstack: Callable[[Source, VisionConfig, int], Projector] | None = None
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
     frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
+    mmproj: MmprojRules | None = None
     norm_before: bool = False
     norm_after: bool = False
 
@@ -114,6 +146,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3",
         "idefics3": "idefics3",
+        "internvl": "internvl",
+        "lfm2_vl": "lfm2_vl",
+        "llava": "llava",
+        "llava_next": "llava_next",
+        "llava_onevision": "llava_onevision",
         "mistral3": "pixtral",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
@@ -132,6 +169,11 @@ def family(model_type: object) -> Family | None:
         return None
     found: Family = import_module(f"sdk.models.vision.{module}").FAMILY
     return found
+
+
+def families() -> list[Family]:
+    """All families."""
+    return [own for name in FAMILIES if (own := family(name)) is not None]
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:

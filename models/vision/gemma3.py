@@ -7,11 +7,12 @@ in all layers of the text model.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig
-from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import learned
 from sdk.models.vision.siglip import (
     LAYER,
@@ -57,6 +58,19 @@ def projector(source: Source, config: VisionConfig) -> PooledLinear:
     return PooledLinear(source, config, offset=0.0 if source.checkpoint.format == "gguf" else 1.0)
 
 
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Files leave the side of a square of patches out if it is 4."""
+    side = common["image_size"] // common["patch_size"]
+    merge = keys.count("projector.scale_factor", 64, default=4)
+    tokens = (side // merge) ** 2
+    return (
+        {**common, "model_type": "siglip_vision_model"},
+        {"model_type": "gemma3", "mm_tokens_per_image": tokens},
+    )
+
+
 FAMILY = Family(
     ("gemma3",),
     LAYER,
@@ -73,6 +87,17 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("gemma3",),
+        ("gemma3_text",),
+        ("<image_soft_token>",),
+        mmproj_config,
+        lambda keys: {
+            "projector.norm": "mm.soft_emb_norm",
+            "projector.linear": "mm.input_projection",
+        },
+        turned=("projector.linear",),
+    ),
     positions=learned,
     norm_after=True,
 )

@@ -6,11 +6,12 @@ transformers' modeling_idefics3.py and modeling_smolvlm.py; granite-docling is o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig
-from sdk.models.vision.family import PROCESSOR, Family, VisionNames
+from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import nearest_part
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, siglip_config
 
@@ -54,6 +55,22 @@ def projector(source: Source, config: VisionConfig) -> JoinedLinear:
     return JoinedLinear(source, config)
 
 
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    merge = keys.count("projector.scale_factor", 64, default=2)
+    return (
+        {**common, "model_type": "idefics3_vision"},
+        {"model_type": "idefics3", "scale_factor": merge},
+    )
+
+
+def mmproj_processor(keys: Fields) -> dict[str, Any]:
+    longest = keys.count("preproc_image_size", 1 << 16, default=LONGEST)
+    side = keys.count("image_size", 1 << 16)
+    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
+
+
 FAMILY = Family(
     ("idefics3", "smolvlm"),
     LAYER,
@@ -70,6 +87,14 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("idefics3",),
+        ("llama",),
+        ("<image>",),
+        mmproj_config,
+        lambda keys: {"projector.linear": "mm.model.fc"},
+        mmproj_processor,
+    ),
     positions=nearest_part,
     norm_after=True,
 )

@@ -24,10 +24,21 @@ def tower_bytes(entries: Iterable[TensorEntry]) -> int:
 
 
 def workspace_bytes(config: VisionConfig, patches: int) -> int:
-    """What a run of this many patches (at most; tiles are run in groups) needs beside weights."""
-    c = config.tower
-    heads = c.num_heads * c.head_dim
-    pages = 2 * heads * (patches + PAGE_SIZE - 1)
-    pixels = 3 * config.patch**2 * patches
-    block = max(4 * heads, 3 * c.intermediate_size)
-    return 4 * (pages + max(pixels * 2, patches * (block + 3 * c.hidden_size)))
+    """What tiles of this many patches need together beside weights, with their results.
+
+    Tiles run in groups of :data:`sdk.models.vision.patches.GROUP` patches, or of one tile that has
+    more; what has run has its results alone.
+    """
+    c, width = config.tower, config.tower.hidden_size
+    heads, pixels = c.num_heads * c.head_dim, 3 * config.patch**2
+    tokens = -(-patches // config.merge**2)
+    # Windows at the edges are smaller, and begin a page of their own.
+    rows = patches + (patches // 2 if config.window else 0) + PAGE_SIZE
+    pages = 2 * heads * rows
+    embedded = patches * (2 * pixels + pixels // 4 + 3 * width)
+    attention = patches * (4 * heads + 4 * width)
+    mlp = patches * (3 * c.intermediate_size + 5 * width)
+    middle = max(width * config.merge**2, config.projector_width, config.hidden_size)
+    projected = patches * 6 * width + tokens * (middle + 2 * config.hidden_size)
+    results = 2 * tokens * config.features * config.hidden_size
+    return 4 * (pages + max(embedded, attention, mlp, projected) + results)

@@ -59,9 +59,6 @@ def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
                 f"{grid[1]} tokens, expected sides of {unit} pixels for each token"
             )
         found.append((tile, places(shape, config.merge)))
-    count = sum(rows * columns for rows, columns in image.grids)
-    if count != image.num_tokens:
-        raise ValueError(f"image: {image.num_tokens} tokens, expected {count} by its tiles")
     return found
 
 

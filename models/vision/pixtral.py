@@ -6,13 +6,22 @@ transformers' modeling_pixtral.py and modeling_mistral3.py; Agrawal et al. 2024,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, encoder_config, layers_until, square
-from sdk.models.vision.family import PROCESSOR, Family, VisionNames
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    encoder_config,
+    layers_until,
+    square,
+)
+from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import taking_turns
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.config import ModelConfig
@@ -72,6 +81,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         merge=merge,
         projector_eps=text.positive("rms_norm_eps", default=1e-6),
         projector_activation=activation_named(activation, "projector_hidden_act"),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 
@@ -79,6 +90,22 @@ def projector(source: Source, config: VisionConfig) -> MergedMLP:
     from sdk.models.vision.projectors import MergedMLP
 
     return MergedMLP(source, config)
+
+
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """:raises UnsupportedError: a file of Pixtral 12B, which merges no patches."""
+    merge = keys.count("spatial_merge_size", 64, default=1)
+    if merge == 1:
+        raise UnsupportedError(
+            f"{keys.where}.spatial_merge_size: expected 2 (Mistral Small 3, Ministral 3), found 1: "
+            "images of Pixtral 12B are not supported"
+        )
+    return (
+        {**common, "model_type": "pixtral", "rope_theta": 10000.0},
+        {"model_type": "mistral3", "spatial_merge_size": merge},
+    )
 
 
 FAMILY = Family(
@@ -97,6 +124,21 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("pixtral",),
+        ("mistral", "ministral3", "llama"),
+        ("[IMG]",),
+        mmproj_config,
+        lambda keys: {
+            "projector.norm": "mm.input_norm",
+            "projector.merge": "mm.patch_merger",
+            "projector.linear_1": "mm.1",
+            "projector.linear_2": "mm.2",
+        },
+        lambda keys: {"size": {"longest_edge": keys.count("image_size", 1 << 16)}},
+        gelu="gelu",
+        interleaved_qk=True,
+    ),
     frequencies=taking_turns,
     norm_before=True,
 )

@@ -21,10 +21,46 @@ Array = NDArray[np.float32]
 
 
 def learned(config: VisionConfig, table: Array, where: Places) -> Array:
-    """A row for each patch of a tile of the one size that there is."""
+    """A row for each patch of a tile of the one size that there is. The first one of the table is
+    that of a class token."""
+    if config.class_token:
+        table = table[1:]
     if len(where.rows) != len(table):
         raise ValueError(f"a tile of {where.shape} patches, expected {len(table)} in all")
     return table[where.raster]
+
+
+def smoothed(config: VisionConfig, table: Array, where: Places) -> Array:
+    """A square table stretched to the shape, pixel by pixel, with the mean of all entries in reach
+    where that is smaller (SigLIP 2): ``F.interpolate`` with ``antialias``."""
+    side = math.isqrt(len(table))
+    square = table.reshape(side, side, -1)
+    across = np.stack([_blend(square, at, 1) for at in _taps(where.shape[1], side)], axis=1)
+    every = np.stack([_blend(across, at, 0) for at in _taps(where.shape[0], side)])
+    found: Array = every[where.rows, where.columns]
+    return found
+
+
+def _blend(values: Array, taps: list[tuple[int, np.float32]], axis: int) -> Array:
+    """The weighted sum of some entries of an axis."""
+    total: Array = np.zeros_like(values.take(0, axis))
+    for index, weight in taps:
+        total += values.take(index, axis) * weight
+    return total
+
+
+def _taps(count: int, side: int) -> list[list[tuple[int, np.float32]]]:
+    """For each place of ``count`` the entries of ``side`` that it sees, with their weights."""
+    scale = np.float32(side) / np.float32(count)
+    reach = max(scale, np.float32(1))
+    entries = np.arange(side, dtype=np.float32)
+    found = []
+    for place in range(count):
+        centre = (np.float32(place) + np.float32(0.5)) * scale - np.float32(0.5)
+        weights = np.maximum(np.float32(1) - np.abs(entries - centre) / reach, np.float32(0))
+        weights = weights / weights.sum()
+        found.append([(int(i), weights[i]) for i in np.flatnonzero(weights)])
+    return found
 
 
 def nearest_part(config: VisionConfig, table: Array, where: Places) -> Array:

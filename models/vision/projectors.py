@@ -6,6 +6,7 @@ depends on a run of rows, and images have the same bits alone and with others.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sdk.kernels.lazy_torch import Tensor
@@ -98,4 +99,26 @@ class MergedMLP:
         """See :class:`sdk.models.vision.family.Projector`."""
         x = self.ops.norm(x, self.norm).view(-1, self.patches, x.shape[1])
         x = self.merge(x.transpose(1, 2).contiguous().view(len(x), -1))
+        return self.second(self.ops.activation(self.first(x), self.activation))
+
+
+class JoinedMLP:
+    """The patches of a token side by side, a LayerNorm in some models, two matrices with an
+    activation between (LLaVA, InternVL, LFM2-VL)."""
+
+    def __init__(self, source: Source, config: VisionConfig, *, norm: bool) -> None:
+        self.ops, self.activation = source.ops, config.projector_activation
+        self.width = config.tower.hidden_size * config.merge**2
+        middle = config.projector_width or config.hidden_size
+        self.norm: Norm | None = None
+        if norm:
+            own = source.norm(f"{PATH}.norm", self.width)
+            self.norm = replace(own, eps=config.projector_eps)
+        self.first = source.matrix(f"{PATH}.linear_1", middle, self.width)
+        self.second = source.matrix(f"{PATH}.linear_2", config.hidden_size, middle)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        x = x.view(-1, self.width)
+        x = x if self.norm is None else self.ops.norm(x, self.norm)
         return self.second(self.ops.activation(self.first(x), self.activation))

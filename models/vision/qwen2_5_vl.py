@@ -5,12 +5,28 @@ transformers' modeling_qwen2_5_vl.py; Bai et al. 2025, arXiv 2502.13923.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import VisionConfig, most_pixels, square, text_axes
-from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    most_pixels,
+    square,
+    text_sections,
+)
+from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns
-from sdk.models.vision.qwen3_vl import ascending_layers, projector, qwen_tower
+from sdk.models.vision.qwen3_vl import (
+    ascending_layers,
+    pixel_range,
+    projector,
+    qwen_tower,
+    qwen_words,
+)
 
 #: Where the checkpoint does not say it: 16,384 tokens.
 MOST_PIXELS = 16384 * 28 * 28
@@ -36,9 +52,25 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_tokens=most // merge**2,
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
-        axes=text_axes(text, (16, 24, 24), interleaved=False),
+        sections=text_sections(whole, text, (16, 24, 24)),
         window=window * merge,
         full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+    )
+
+
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every so many layers one sees whole images; windows are those of all published models."""
+    layers, every = common["num_hidden_layers"], keys.count("n_wa_pattern", 512)
+    full = [layer for layer in range(layers) if (layer + 1) % every == 0]
+    window = keys.count("window_size", 1 << 16, default=112)
+    vision = {"model_type": "qwen2_5_vl_vision", "window_size": window}
+    return (
+        {**qwen_words(common, keys), **vision, "fullatt_block_indexes": full},
+        {"model_type": "qwen2_5_vl"},
     )
 
 
@@ -64,5 +96,18 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("qwen2.5vl_merger",),
+        ("qwen2_vl_text",),
+        ("<|image_pad|>",),
+        mmproj_config,
+        lambda keys: {
+            "norm": "",  # called as in other towers, but of the merger
+            "projector.norm": "v.post_ln",
+            "projector.linear_fc1": "mm.0",
+            "projector.linear_fc2": "mm.2",
+        },
+        lambda keys: pixel_range(keys, 56 * 56, MOST_PIXELS),
+    ),
     frequencies=rows_then_columns,
 )

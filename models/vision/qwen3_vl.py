@@ -7,12 +7,19 @@ the tower to the first layers of the text model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import VisionConfig, encoder_config, most_pixels, square, text_axes
-from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.config import (
+    VisionConfig,
+    encoder_config,
+    most_pixels,
+    square,
+    text_sections,
+)
+from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 
 if TYPE_CHECKING:
@@ -63,7 +70,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
         deepstack=ascending_layers(vision, "deepstack_visual_indexes", tower.num_layers),
-        axes=text_axes(text, SECTIONS[new], interleaved=True),
+        sections=text_sections(whole, text, SECTIONS[new]),
+        interleaved=True,
         positions=vision.count("num_position_embeddings", 1 << 24),
     )
 
@@ -94,6 +102,61 @@ def deepstack(source: Source, config: VisionConfig, number: int) -> MergerMLP:
     return MergerMLP(source, config, f"{PATH}.deepstack.{number}", wide=True)
 
 
+def qwen_words(common: dict[str, Any], keys: Fields) -> dict[str, Any]:
+    """What the metadata of a file say, as Qwen's configs say it."""
+    return {
+        **common,
+        "depth": common["num_hidden_layers"],
+        "num_heads": common["num_attention_heads"],
+        "out_hidden_size": keys.count("projection_dim", MAX_WIDTH),
+        "spatial_merge_size": keys.count("spatial_merge_size", 64, default=2),
+        "temporal_patch_size": 2,
+    }
+
+
+def pixel_range(keys: Fields, least: int, most: int) -> dict[str, Any]:
+    """The sizes of images after resizing, where a file does not say them those of the model."""
+    low = keys.count("image_min_pixels", 1 << 40, default=least)
+    return {
+        "min_pixels": low,
+        "max_pixels": keys.count("image_max_pixels", 1 << 40, default=most),
+    }
+
+
+def deepstack_layers(keys: Fields) -> list[int]:
+    """The layers whose results are features."""
+    found = keys.values.get("is_deepstack_layers", [])
+    return [layer for layer, has in enumerate(found) if has]
+
+
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    side = common["image_size"] // common["patch_size"]
+    whole = str(text["model_type"]).removesuffix("_text")
+    vision = {
+        "model_type": f"{whole}_vision",
+        "num_position_embeddings": side**2,
+        "deepstack_visual_indexes": deepstack_layers(keys),
+    }
+    return {**qwen_words(common, keys), **vision}, {"model_type": whole}
+
+
+def mmproj_names(keys: Fields) -> dict[str, str]:
+    found = {
+        "norm": "",  # called as in other towers, but of the merger
+        "projector.norm": "v.post_ln",
+        "projector.linear_fc1": "mm.0",
+        "projector.linear_fc2": "mm.2",
+    }
+    for number, layer in enumerate(deepstack_layers(keys)):
+        ours, theirs = f"projector.deepstack.{number}", f"v.deepstack.{layer}"
+        found[f"{ours}.norm"] = f"{theirs}.norm"
+        found[f"{ours}.linear_fc1"] = f"{theirs}.fc1"
+        found[f"{ours}.linear_fc2"] = f"{theirs}.fc2"
+    return found
+
+
 FAMILY = Family(
     ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     LayerRules(norm=LAYER_NORM, gated=False),
@@ -118,6 +181,17 @@ FAMILY = Family(
     read,
     projector,
     deepstack=deepstack,
+    mmproj=MmprojRules(
+        ("qwen3vl_merger",),
+        (
+            *("qwen3_vl_text", "qwen3_vl_moe_text"),
+            *("qwen3_5_text", "qwen3_5_moe_text"),
+        ),
+        ("<|image_pad|>",),
+        mmproj_config,
+        mmproj_names,
+        lambda keys: pixel_range(keys, 256 * 256, MOST_PIXELS),
+    ),
     positions=bilinear,
     frequencies=rows_then_columns,
 )

@@ -6,6 +6,7 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,21 @@ from sdk.models.attention import Step
 from sdk.models.decoder import Layer
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import Packer
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
-from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
+from sdk.models.vision.sequences import (
+    PAGE_SIZE,
+    SHORT,
+    num_pages,
+    sequence_batch,
+    sequence_pages,
+)
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
@@ -119,8 +128,11 @@ class Tower:
         #: Rows of learned positions, float32 ``[positions, width]``.
         self.positions: Array | None = None
         if config.positions:
-            shape = config.positions, config.tower.hidden_size
-            self.positions = source.vector("model.positions.weight", *shape).numpy(force=True)
+            self.positions = _position_table(source, config)
+        #: What a tile begins with, with its position, float32 ``[width]``.
+        self.class_row: Tensor | None = None
+        if config.class_token:
+            self.class_row = _class_row(source, config, self.positions)
         self.norm_before: Norm | None = None
         if own.norm_before:
             self.norm_before = source.norm("model.norm_before")
@@ -133,6 +145,17 @@ class Tower:
         if own.deepstack is not None:
             numbers = range(len(config.deepstack))
             self.deepstack = [own.deepstack(source, config, number) for number in numbers]
+        self.packer: Packer | None = None
+        if config.pictures:
+            newline = _tensor(source, "projector.newline", (config.hidden_size,))
+            side = math.isqrt(config.positions - int(config.class_token))
+            self.packer = Packer(
+                config.pictures,
+                side * config.patch,
+                side // config.merge,
+                newline.to(self.ops.device),
+                config.most_tiles,
+            )
         self.turns: tuple[Tensor, Tensor] | None = None
         if own.frequencies is not None:
             frequencies, axes = map(torch.from_numpy, own.frequencies(config))
@@ -152,16 +175,47 @@ class Tower:
         return workspace_bytes(self.config, patches)
 
 
+def _tensor(source: Source, name: str, *shapes: tuple[int, ...]) -> Tensor:
+    """A tensor of the tower in float32, whose shape is one of these.
+
+    :raises CheckpointError: it has another one.
+    """
+    found = source.checkpoint.tensor(f"model.{name}").to(torch.float32)
+    if tuple(found.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(
+            f"{VISION_ROOT}{name}: expected shape {expected}, found {list(found.shape)}"
+        )
+    return found
+
+
+def _position_table(source: Source, config: VisionConfig) -> Array:
+    """Rows of learned positions, float32 ``[positions, width]``."""
+    shape = config.positions, config.tower.hidden_size
+    found: Array = _tensor(source, "positions.weight", shape, (1, *shape)).numpy(force=True)
+    return found.reshape(shape)
+
+
+def _class_row(source: Source, config: VisionConfig, positions: Array | None) -> Tensor:
+    width = config.tower.hidden_size
+    row = _tensor(source, "class_token", (width,), (1, 1, width)).flatten()
+    row = row if positions is None else row + torch.from_numpy(positions[0].copy())
+    return row.to(source.ops.device)
+
+
 def _patch_matrix(source: Source, config: VisionConfig) -> Tensor:
     """What the numbers of a patch are multiplied with, float32 ``[hidden, 3 * patch * patch]``. The
-    pictures of a patch are equal, so the weights of each are added up."""
+    pictures of a patch are equal, so the weights of each are added up. A matrix in a file is for
+    pixels whose colors are neighbours."""
     side, hidden = config.patch, config.tower.hidden_size
-    shape = (
-        (hidden, 3, side, side) if config.frames == 1 else (hidden, 3, config.frames, side, side)
-    )
-    values = source.vector("model.patches.weight", *shape)
-    del source.vectors["model.patches.weight"]  # the matrix has it
-    return (values.sum(dim=2) if config.frames > 1 else values).reshape(hidden, -1)
+    frames = () if config.frames == 1 else (config.frames,)
+    shapes = (hidden, 3, *frames, side, side), (hidden, 3 * side * side)
+    values = _tensor(source, "patches.weight", *shapes)
+    if values.dim() == 2:
+        values = values.view(hidden, side, side, 3).permute(0, 3, 1, 2)
+    elif frames:
+        values = values.sum(dim=2)
+    return values.reshape(hidden, -1)
 
 
 class TowerRun:
@@ -179,7 +233,9 @@ class TowerRun:
         """Of those whose layers run next: what a layer costs grows with it. 0: all is done."""
         if self._group is not None:
             return self._group.patches
-        return sum(map(len, (p.rows for _, p in self._waiting[0]))) if self._waiting else 0
+        more = int(self._tower.config.class_token)
+        tiles = self._waiting[0] if self._waiting else []
+        return sum(len(where.rows) + more for _, where in tiles)
 
     def advance(self, layers: int) -> bool:
         """Run up to ``layers`` more layers; ``True`` when everything is done."""
@@ -199,14 +255,20 @@ class TowerRun:
     def rows(self) -> list[Tensor]:
         """For each image float32 ``[num_tokens, features * hidden]``, token by token.
 
-        :raises ValueError: not all layers have run.
+        :raises ValueError: not all layers have run, or an image has another number of tokens.
         """
         if self._waiting or self._group is not None:
             raise ValueError("rows: layers are left to run, advance() returns True when none is")
         every, found, first = torch.cat(self._found), [], 0
+        pack = self._tower.packer
         for image in self._images:
-            found.append(every[first : first + image.num_tokens])
-            first += image.num_tokens
+            count = sum(down * across for down, across in image.grids)
+            rows = every[first : first + count]
+            rows = rows if pack is None else pack(rows, image)
+            if len(rows) != image.num_tokens:
+                raise ValueError(f"image: {image.num_tokens} tokens, expected {len(rows)}")
+            found.append(rows)
+            first += count
         return found
 
 
@@ -215,21 +277,25 @@ class TileGroup:
 
     def __init__(self, tower: Tower, tiles: Sequence[Tile]) -> None:
         self._tower = tower
-        lengths = [len(where.rows) for _, where in tiles]
+        self._class = int(tower.class_row is not None)
+        lengths = [self._class + len(where.rows) for _, where in tiles]
         self.patches = sum(lengths)
         #: For each token its row, where windows reorder them.
         self._order: Tensor | None = None
+        #: The rows of patches, where there are others.
+        self._kept: Tensor | None = None
         windows = lengths
         if tower.config.window:
             tiles, windows = self._in_windows(tiles)
         c, ops = tower.config.tower, tower.ops
-        pages = max(num_pages(lengths), num_pages(windows))
-        self._pages = [sequence_pages(pages, c.num_kv_heads, c.head_dim, ops)]
+        size = SHORT if tower.config.window else PAGE_SIZE
+        pages = max(num_pages(lengths, size), num_pages(windows, size))
+        self._pages = [sequence_pages(pages, size, c.num_kv_heads, c.head_dim, ops)]
         angles = [self._angles(tiles)]
         #: Of layers that see whole tiles, and of those that see windows.
-        self._full = self._windows = Step(sequence_batch(lengths, ops), angles)
+        self._full = self._windows = Step(sequence_batch(lengths, size, ops), angles)
         if tower.config.window:
-            self._windows = Step(sequence_batch(windows, ops), angles)
+            self._windows = Step(sequence_batch(windows, size, ops), angles)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
         self._run = 0
@@ -276,7 +342,21 @@ class TileGroup:
             assert add is not None
             own = [add(tower.config, tower.positions, where) for _, where in tiles]
             x = ops.add(x, torch.from_numpy(np.concatenate(own)).to(ops.device))
+        if tower.class_row is not None:
+            x = self._with_class(x, tiles, tower.class_row)
         return x if tower.norm_before is None else ops.norm(x, tower.norm_before)
+
+    def _with_class(self, x: Tensor, tiles: Sequence[Tile], row: Tensor) -> Tensor:
+        """With a row before those of each tile, which the results leave out."""
+        whole, first, kept = self._tower.ops.empty(self.patches, x.shape[1]), 0, []
+        for number, (_, where) in enumerate(tiles):
+            count, begin = len(where.rows), first + number + 1
+            whole[begin - 1] = row
+            whole[begin : begin + count] = x[first : first + count]
+            kept.append(np.arange(begin, begin + count))
+            first += count
+        self._kept = torch.from_numpy(np.concatenate(kept)).to(x.device)
+        return whole
 
     def advance(self, layers: int) -> int:
         """Run up to ``layers`` layers; returns how many."""
@@ -313,6 +393,8 @@ class TileGroup:
             x = ops.add(self._residual, self._delta)
         else:
             x, _ = ops.add_norm(self._delta, self._residual, tower.norm, wide=True)
+        if self._kept is not None:
+            x = ops.select_rows(x, self._kept)
         rows = tower.projector(x)
         if self._order is not None:
             rows = ops.select_rows(rows, self._order)

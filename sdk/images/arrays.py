@@ -42,7 +42,7 @@ def array_pixels(source: Any, name: str, limits: ImageLimits) -> NDArray[np.uint
         raise RequestError(f"{name} is an array of shape {list(shape)}, {_EXPECTED}{hint}")
     height, width = shape[:2] if axis == 2 else shape[1:]
     check_size(height, width, name, limits)
-    array = _tensor_array(source) if tensor else np.asarray(source)
+    array = _tensor_array(source, name) if tensor else np.asarray(source)
     if len(shape) == 2:
         array = array[..., None]
     elif axis == 0:
@@ -60,7 +60,9 @@ def array_pixels(source: Any, name: str, limits: ImageLimits) -> NDArray[np.uint
             f"{name} has floats from {low:g} to {high:g}, expected 0 to 1: divide it by 255, or "
             "undo its normalization"
         )
-    return np.ascontiguousarray(np.rint(array.astype(np.float32) * 255).astype(np.uint8))
+    values = array.astype(np.float32)
+    values *= 255
+    return np.ascontiguousarray(np.rint(values, out=values).astype(np.uint8))
 
 
 def _channel_axis(shape: tuple[int, ...], *, first: bool) -> int | None:
@@ -75,10 +77,16 @@ def _channel_axis(shape: tuple[int, ...], *, first: bool) -> int | None:
     return None
 
 
-def _tensor_array(tensor: Any) -> NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    # numpy has no bfloat16.
-    return np.asarray((tensor.float() if tensor.is_floating_point() else tensor).numpy())
+def _tensor_array(tensor: Any, name: str) -> NDArray[Any]:
+    try:
+        tensor = tensor.detach().cpu()
+        # numpy has no bfloat16.
+        return np.asarray((tensor.float() if tensor.is_floating_point() else tensor).numpy())
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # sparse, meta, quantized
+        reason = str(error).partition("\n")[0][:100]
+        raise RequestError(
+            f"{name} is a tensor whose values cannot be read ({reason}): pass a dense one"
+        ) from error
 
 
 __all__ = ["array_pixels", "is_tensor"]

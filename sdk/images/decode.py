@@ -47,8 +47,9 @@ def decode(
     ``source``: the bytes of a file, a path (``str`` or ``pathlib.Path``), a data URL, an image of
     Pillow, or an array of numpy or torch (see :func:`sdk.images.arrays.array_pixels`). Files are
     PNG, JPEG, WebP, GIF, BMP or AVIF. Of an animation the first frame is read. The orientation that
-    a camera wrote (EXIF) is applied. Opacity is applied on a white background. Of 16 bits the upper
-    8 are kept. CMYK is converted without a colour profile.
+    a camera wrote (EXIF) is applied, also to an image of Pillow that still has it.
+    Opacity is applied on a white background. Of 16 bits the upper 8 are kept. CMYK is converted
+    without a colour profile.
 
     ``limits``: what is refused before it is decoded. ``name``: what errors call the image.
     ``paths``: whether a string may name a file; pass False for strings that others sent.

@@ -6,6 +6,7 @@ memory, and damaged metadata, about which Pillow would warn, does not matter.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -56,6 +57,8 @@ _OTHERS = (
     (8, b"AVI ", "AVI video"),
     (8, b"WAVE", "WAV audio"),
 )
+#: What ends the data of a scan; other bytes after 255 belong to it.
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")
 _BMP_HEADERS = {bytes((size, 0, 0, 0)) for size in (12, 16, 40, 52, 56, 64, 108, 124)}
 #: The same for files of ISO media, by their brand.
 _BRANDS = {
@@ -142,7 +145,7 @@ def _png(data: bytes) -> Stripped:
 
 
 def _jpeg(data: bytes) -> Stripped:
-    parts, orientation, at = [data[:2]], 1, 2
+    parts, orientation, at, scans = [data[:2]], 1, 2, 0
     size: tuple[int, int] | None = None
     while True:
         if data[at] != 0xFF:
@@ -151,6 +154,8 @@ def _jpeg(data: bytes) -> Stripped:
             at += 1
             continue
         marker = data[at + 1]
+        if marker == 0xD9:  # the end: further pictures or a film may follow
+            break
         (length,) = struct.unpack_from(">H", data, at + 2)
         end = at + 2 + length
         if length < 2 or end > len(data):
@@ -159,20 +164,23 @@ def _jpeg(data: bytes) -> Stripped:
             if size is not None:
                 raise Damaged("it has two frame headers")
             size = struct.unpack_from(">HH", data, at + 5)
-        if marker == 0xDA:
-            break
-        if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
+        elif marker == 0xDA:
+            scans += 1
+            found = _JPEG_MARKER.search(data, end)
+            end = found.start() if found else len(data)
+        elif marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
             orientation = exif_orientation(data[at + 10 : end])
         # JFIF's and Adobe's segments say how the colours are stored; the others do not.
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
             parts.append(data[at:end])
         at = end
-    if size is None:
-        raise Damaged("its frame header is missing")
-    scans = data.count(b"\xff\xda", at)
+        if at == len(data):  # the end is missing: Pillow says so
+            break
+    if size is None or not scans:
+        raise Damaged("its frame header is missing" if size is None else "it has no picture")
     if scans > MAX_JPEG_SCANS:
-        raise Damaged(f"it has {scans} scans, expected at most {MAX_JPEG_SCANS}")
-    return Stripped(b"".join([*parts, data[at:]]), size, orientation)
+        raise Damaged(f"it has {scans:,} scans, expected at most {MAX_JPEG_SCANS}")
+    return Stripped(b"".join([*parts, data[at : at + 2]]), size, orientation)
 
 
 def _gif(data: bytes) -> Stripped:

@@ -13,6 +13,7 @@ from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.models.architecture import WITHOUT_HEAD
+from sdk.models.vision.family import VISION, WHOLE
 from sdk.requests.adapters import Adapters
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.job_driver import JobDriver
@@ -87,7 +88,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         max_model_len=max_model_len,
         chat_template=config.chat_template,
         hidden_size=model.hidden_size if config.enable_prompt_embeds else None,
-        images=_image_reader(facts),
+        images=image_reader_of(facts),
     )
     jobs = JobMaker(
         reader,
@@ -112,14 +113,19 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
     )
 
 
-def _image_reader(facts: ModelFacts) -> ImageReader | None:
-    """``None``: the engine reads no images, or no text."""
+def image_reader_of(facts: ModelFacts) -> ImageReader | None:
+    """What reads images for a model; ``None``: the engine reads no images, or no text.
+
+    :raises UnsupportedError: the files ask for another way of preprocessing.
+    """
     vision = facts.model_config.vision
     if facts.plan.images is None or vision is None or facts.tokenizer is None:
         return None
-    from sdk.images.processors import image_processor
+    from sdk.images.processors import image_processor  # with a model that reads images
 
-    processor = image_processor(facts.headers.config, facts.headers.processor)
+    config = facts.headers.config
+    whole = {**config.get(WHOLE, config), VISION: config[VISION]}
+    processor = image_processor(whole, facts.headers.processor)
     return ImageReader.of(facts.config, processor, vision.token_id)
 
 

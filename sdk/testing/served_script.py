@@ -10,6 +10,7 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError, UnsupportedError
 from sdk.api.params import SamplingParams
 from sdk.engine.engine import Engine
+from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.loading.sampling_defaults import SamplingDefaults
@@ -54,7 +55,7 @@ class ServedScript:
     ) -> None:
         """``config``: with a ``max_model_len``."""
         self.config = config
-        limits = _limits(config)
+        limits = _limits(config, images)
         max_model_len = limits.max_model_len
         engine = Engine(Scheduler(limits, clock), executor, tokenizer, vocab_size=VOCAB_SIZE)
         self.driver = Driver(engine, max_waiting=config.max_waiting)
@@ -103,8 +104,9 @@ class ServedScript:
         needs_weights("fork")
 
 
-def _limits(config: EngineConfig) -> SchedulerConfig:
-    """A scheduler's limits; there are pages for all slots at full length."""
+def _limits(config: EngineConfig, images: ImageReader | None) -> SchedulerConfig:
+    """A scheduler's limits; there are pages for all slots at full length, and 64 images are kept.
+    The tower has no weights either: what its steps would compute is left out."""
     slots, max_model_len = config.max_num_seqs, config.max_model_len
     assert max_model_len is not None
     return SchedulerConfig(
@@ -116,6 +118,17 @@ def _limits(config: EngineConfig) -> SchedulerConfig:
         eos_token_ids=frozenset({END}),
         policy=config.scheduling_policy,
         tenant_weights=config.tenant_weights,
+        images=None
+        if images is None
+        else ImageLimits(
+            rows=64 * BLOCK_ROWS,
+            layers=1,
+            hidden=1,
+            patch=1,
+            max_patches=1 << 30,
+            token_id=images.token_id,
+            per_prompt=config.most_images,
+        ),
     )
 
 

@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from PIL import Image
 
 from sdk import LLM, RequestError
 from sdk.compat import llama_cpp
 from sdk.compat.llama_cpp import Llama, LlamaDiskCache, LlamaHFTokenizer, LlamaRAMCache
 from sdk.compat.llama_cpp._chat import _OTHERS
-from sdk.compat.llama_cpp.llama_chat_format import ChatFormatterResponse, Jinja2ChatFormatter
+from sdk.compat.llama_cpp.llama_chat_format import (
+    ChatFormatterResponse,
+    Jinja2ChatFormatter,
+    Llava15ChatHandler,
+    Llava16ChatHandler,
+    MTMDChatHandler,
+)
 from sdk.compat.llama_cpp.llama_types import (
     CreateChatCompletionResponse,
     CreateChatCompletionStreamResponse,
     CreateCompletionResponse,
     CreateEmbeddingResponse,
 )
-from sdk.testing import tiny_model
+from sdk.testing import FakeLLM, tiny_model
 
 ASK = [{"role": "user", "content": "How are you?"}]
 
@@ -160,7 +167,7 @@ def test_a_formatter_becomes_a_chat_handler(gguf: str) -> None:
     [
         ("register_chat_format", "nothing is registered for a process; pass chat_handler="),
         ("LlamaChatCompletionHandlerRegistry", "nothing is registered for a process"),
-        ("Llava15ChatHandler", "has no Llava15ChatHandler: models read text only"),
+        ("MoondreamChatHandler", "has no MoondreamChatHandler: use MTMDChatHandler"),
         ("format_gemma", "use Jinja2ChatFormatter, or Llama"),
     ],
 )
@@ -205,3 +212,48 @@ def test_a_model_reads_texts_with_a_tokenizer_of_transformers(tmp_path: Path) ->
     tokenizer.hf_tokenizer.name_or_path = "nobody/nothing"
     with pytest.raises(RequestError, match=r"tokenizer: expected one .* found 'nobody/nothing'; s"):
         Llama(str(gguf), tokenizer=tokenizer)
+
+
+def test_handlers_of_images_name_the_file_of_the_encoder_and_the_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, projector = tmp_path / "m.gguf", tmp_path / "mmproj.gguf"
+    model.touch()
+    projector.touch()
+    options: list[dict[str, Any]] = []
+    fake = FakeLLM("Red.", images=True)
+
+    def opened(path: str, **given: Any) -> FakeLLM:
+        options.append(given)
+        return fake
+
+    monkeypatch.setattr("sdk.compat.llama_cpp.llama.LLM", opened)
+    monkeypatch.setattr(Llama, "metadata", {})
+    with pytest.raises(RequestError, match="clip_model_path: expected a file, found"):
+        Llava15ChatHandler(clip_model_path=str(tmp_path / "nowhere.gguf"))
+    handler = Llava15ChatHandler(clip_model_path=str(projector), verbose=False)
+    pixels = Image.new("RGB", (40, 30), "red")
+    image = {"type": "image", "image": pixels}
+    content = [{"type": "text", "text": "What is it?"}, image, image]
+    with Llama(model_path=str(model), chat_handler=handler, verbose=False) as llama:
+        assert options[0]["mmproj"] == str(projector)
+        said = [{"role": "user", "content": content}]
+        found = llama.create_chat_completion(said)
+        assert found["choices"][0]["message"]["content"] == "Red."
+        assert _text(fake, said, Llava15ChatHandler).endswith(
+            "questions.\nUSER: <image><image>What is it?\nASSISTANT: "
+        )
+        llama.chat_handler = Llava16ChatHandler(str(projector))
+        list(llama.create_chat_completion(said, stream=True))
+        assert "USER: <image>\n<image>\nWhat is it?" in _text(fake, said, Llava16ChatHandler)
+        llama.chat_handler = MTMDChatHandler(str(projector))
+        assert llama.create_chat_completion(said)["usage"]["prompt_tokens"] > 8
+
+
+def _text(llm: FakeLLM, messages: list[Any], kind: type[MTMDChatHandler]) -> str:
+    """The prompt of a format, in which each image is shown as one token."""
+    assert kind.chat_form is not None
+    template = {"chat_template": kind.chat_form.template}
+    [prompt] = llm._job_maker.read_chats("chat", messages, None, template).prompts
+    assert prompt.text is not None
+    return prompt.text

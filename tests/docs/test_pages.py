@@ -79,8 +79,10 @@ def run_page(
             for block in CODE[page]:
                 if block.not_run:
                     continue
-                exec(compile(block.given, f"{page}, given", "exec"), names)
-                exec(compile("\n" * block.line + block.code, page, "exec"), names)
+                given = compile(block.given, f"{page}, given", "exec", dont_inherit=True)
+                exec(given, names)
+                code = "\n" * block.line + block.code
+                exec(compile(code, page, "exec", dont_inherit=True), names)
         finally:
             for value in names.values():
                 if isinstance(value, LLM):

@@ -129,6 +129,14 @@ def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
         decode(data[:-2] + scan * MAX_JPEG_SCANS + data[-2:])
 
 
+def test_what_follows_a_photo_in_its_file_does_not_matter() -> None:
+    """A second picture or a film, as phones append them: their bytes are no scans."""
+    photo = saved(Image.fromarray(image(9, 7)), "JPEG", progressive=True)
+    film = photo + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0\2" * 500 + photo
+    np.testing.assert_array_equal(decode(film), decode(photo))
+    assert len(stripped(film, "JPEG").data) <= len(photo)
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "said"),
     [
@@ -139,6 +147,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
         ("JPEG", b"\xff\xd8\xff\xe0\xff\xff", "breaks off"),
         ("JPEG", b"\xff\xd8" + 2 * b"\xff\xc0\0\x08\x08\0\1\0\1\1", "two frame headers"),
         ("JPEG", b"\xff\xd8\xff\xda\0\2", "frame header is missing"),
+        ("JPEG", b"\xff\xd8\xff\xc0\0\x08\x08\0\1\0\1\1\xff\xd9", "has no picture"),
         ("GIF", b"GIF89a\1\0\1\0\0\0\0;", "has no picture"),
         ("GIF", b"GIF89a\1\0\1\0\0\0\0x", "a block should begin at byte 13"),
         ("GIF", b"GIF89a", "breaks off"),

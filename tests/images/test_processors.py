@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,34 +12,38 @@ import pytest
 from tests.images.families import FAMILIES, SIZES, image, normalized, shown, their_tiles
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_pixels_are_those_of_transformers_bit_for_bit(name: str) -> None:
+def compare(name: str, sizes: Sequence[tuple[int, int]]) -> None:
+    """Pixels after normalization, bit for bit; grids, numbers of tokens, and the text."""
     family = FAMILIES[name]
     ours, theirs = family.ours(), family.made()
-    for size in SIZES:
+    for size in sizes:
         pixels = image(*size)
         read = ours.read(pixels)
-        expected = their_tiles(theirs, family.outputs(theirs, pixels))
-        assert len(read.tiles) == len(expected), size
+        outputs = family.outputs(theirs, pixels)
+        expected = their_tiles(theirs, outputs)
+        assert len(read.tiles) == len(read.grids) == len(expected), size
         for tile, other in zip(read.tiles, expected, strict=True):
             assert tile.dtype == np.uint8
             np.testing.assert_array_equal(normalized(tile, theirs), other, err_msg=str(size))
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].text])
-def test_the_text_of_an_image_is_that_of_transformers(name: str) -> None:
-    family = FAMILIES[name]
-    ours, theirs = family.ours(), family.made()
-    for size in SIZES:
-        pixels = image(*size)
-        read = ours.read(pixels)
         layout = ours.layout(read)
-        assert family.text is not None
-        expected = family.text(theirs, family.outputs(theirs, pixels), pixels)
-        assert shown(layout, family.image_token) == expected, size
         numbers = [part for part in layout if isinstance(part, int)]
         assert sum(numbers) == read.num_tokens == ours.num_tokens(*size) <= ours.most_tokens
-        assert len(read.grids) == len(read.tiles)
+        assert all(type(a) is not type(b) for a, b in itertools.pairwise(layout))
+        if family.text is not None:
+            text = family.text(theirs, outputs, pixels)
+            assert shown(layout, family.image_token) == text, size
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_and_text_are_those_of_transformers(name: str) -> None:
+    compare(name, SIZES[::4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_and_text_are_those_of_transformers_in_many_sizes(name: str) -> None:
+    compare(name, [size for index, size in enumerate(SIZES) if index % 4])
+    compare(name, [(768, 1366), (2000, 1500)])
 
 
 def test_the_prompt_of_paligemma_is_framed_as_by_transformers() -> None:

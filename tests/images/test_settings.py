@@ -40,6 +40,16 @@ NEXT = {"size": {"shortest_edge": 336}, "crop_size": 336}
         ),
         ({"model_type": "llava_next"}, {"crop_size": 336}, "crop_size=336"),
         (ONEVISION, {"vision_aspect_ratio": "pad"}, "vision_aspect_ratio='pad'"),
+        (
+            {"model_type": "llava", "vision_feature_select_strategy": "full"},
+            {},
+            "vision_feature_select_strategy='full', which is not supported, expected 'default'",
+        ),
+        (
+            {"model_type": "llava_next", "vision_config": {"model_type": "siglip_vision_model"}},
+            NEXT,
+            "vision_feature_select_strategy='default', which is not supported, expected 'full'",
+        ),
         (LFM, {"use_image_special_tokens": False}, "use_image_special_tokens=False"),
     ],
 )

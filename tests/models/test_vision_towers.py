@@ -12,8 +12,17 @@ import torch
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
+from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower
-from tests.models.tiny_vision import MODELS, expected_rows, image, vision_model
+from tests.models.test_activation_memory import Counting
+from tests.models.tiny_vision import (
+    FREE,
+    MODELS,
+    expected_rows,
+    image,
+    picture,
+    vision_model,
+)
 
 #: Sizes of the tiles of images, by family.
 SIZES = {
@@ -22,6 +31,12 @@ SIZES = {
     "idefics3": [[(42, 42)] * 3, [(42, 42)]],
     "smolvlm": [[(56, 56)] * 2],
     "qwen2_5_vl": [[(40, 24)], [(8, 104)], [(64, 56)]],
+    "internvl": [[(56, 56)] * 2, [(56, 56)]],
+    "lfm2_vl": [[(28, 42), (70, 84)], [(14, 112)]],
+    "llava": [[(56, 56)], [(56, 56)]],
+    # sizes of whole images
+    "llava_next": [[(90, 40)], [(57, 113)], [(100, 101)]],
+    "llava_onevision": [[(300, 30)], [(57, 113)], [(160, 170)]],
     "mistral3": [[(40, 24)], [(8, 64)], [(64, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
 }
@@ -52,11 +67,16 @@ def test_a_tower_computes_what_transformers_does(name: str, tmp_path: Path, ops:
     oracle = vision_model(name)
     oracle.save_pretrained(tmp_path)
     tower = tower_of(tmp_path, ops)
-    images = [image(tower.config, sizes, i) for i, sizes in enumerate(SIZES[name])]
+    make: Any = picture if tower.config.pictures else image
+    images = [
+        make(tower.config, sizes[0] if make is picture else sizes, i)
+        for i, sizes in enumerate(SIZES[name])
+    ]
+    wanted = expected_rows(oracle, tower.config, images)
+    if tower.config.pictures:  # what the processor would say
+        images = [own._replace(num_tokens=len(r)) for own, r in zip(images, wanted, strict=True)]
     found = encode(tower, images)
-    for own, rows, expected in zip(
-        images, found, expected_rows(oracle, tower.config, images), strict=True
-    ):
+    for own, rows, expected in zip(images, found, wanted, strict=True):
         width = tower.config.features * tower.config.hidden_size
         assert rows.shape == expected.shape == (own.num_tokens, width)
         assert rows.dtype == torch.float32
@@ -64,3 +84,77 @@ def test_a_tower_computes_what_transformers_does(name: str, tmp_path: Path, ops:
         assert (rows - expected).abs().max() <= 1e-5 * expected.abs().max()
     for own, rows in zip(images, found, strict=True):  # alone, and layer by layer: the same bits
         assert torch.equal(encode(tower, [own], layers=1)[0], rows)
+
+
+def test_portions_count_layers_of_groups_of_tiles(
+    tmp_path: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles run in groups, so that many of them need no more memory; their bits do not change."""
+    vision_model("gemma3").save_pretrained(tmp_path)
+    tower = tower_of(tmp_path, ops)
+    pictures = [image(tower.config, [(56, 56)] * count, count) for count in (3, 2)]
+    expected = encode(tower, pictures)
+    monkeypatch.setattr("sdk.models.vision.patches.GROUP", 128)  # two tiles of 64 patches
+    run = tower.begin(pictures)
+    portions, patches = [], []
+    while True:
+        patches.append(run.patches)
+        portions.append(run.advance(2))
+        if portions[-1]:
+            break
+    # three groups of three layers each, nine layers: two at a time
+    assert portions == [False] * 4 + [True] and patches[:3] == [128, 128, 128]
+    assert run.patches == 0
+    for own, rows in zip(run.rows(), expected, strict=True):
+        assert torch.equal(own, rows)
+
+
+def test_what_a_tower_does_not_read_is_refused(tmp_path: Path, ops: Ops) -> None:
+    vision_model("gemma3").save_pretrained(tmp_path)
+    tower = tower_of(tmp_path, ops)
+    good = image(tower.config, [(56, 56)], 1)
+    with pytest.raises(ValueError, match="a tile of 56 x 56 pixels and 4 x 3 tokens, expected"):
+        tower.begin([good._replace(grids=((4, 3),))])
+    with pytest.raises(ValueError, match=r"a tile of \(8, 4\) patches, expected 64 in all"):
+        tower.begin([image(tower.config, [(56, 28)], 1)]).advance(1)
+    run = tower.begin([good._replace(num_tokens=15)])
+    with pytest.raises(ValueError, match="layers are left to run"):
+        run.rows()
+    run.advance(100)
+    with pytest.raises(ValueError, match="15 tokens, expected 16"):
+        run.rows()
+
+
+def test_the_weights_of_a_tower_are_counted_from_headers(tmp_path: Path, ops: Ops) -> None:
+    vision_model("qwen3_vl").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    found = build_tower(checkpoint, Mesh(), ops)
+    assert found is not None
+    weights = {id(linear.weight): linear.weight.nbytes for _, linear in found.linears}
+    held = sum(weights.values()) + sum(4 * own.numel() for own in found.vectors.values())
+    assert found.positions is not None
+    held += found.positions.nbytes
+    # The second picture of a patch is added to the first one; rows are packed in blocks of 16, of
+    # which these matrices of 72 and 104 rows fill the last one to a half.
+    second = 4 * 3 * found.config.patch**2 * found.config.tower.hidden_size
+    counted = tower_bytes(checkpoint.entries()) - second
+    assert abs(counted - held) <= 0.02 * held
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_run_needs_no_more_memory_than_planned(name: str, tmp_path: Path) -> None:
+    ops = Ops("cpu", backends=("reference",), num_threads=1)
+    counting = Counting(ops)
+    vision_model(name).save_pretrained(tmp_path)
+    tower = tower_of(tmp_path, ops)
+    sizes = SIZES[name][-1] if name in FREE else SIZES[name][0] * 3
+    picture_of = image(tower.config, sizes, 3)
+    run = tower.begin([picture_of])
+    patches, pages = run.patches, 0
+    while not run.advance(1):
+        group = run._group
+        assert group is not None
+        pages = sum(own.k.nbytes + own.v.nbytes for own in group._pages)
+    ops.close()
+    planned = tower.workspace_bytes(patches)
+    assert counting.most + pages <= planned <= 4 * (counting.most + pages)

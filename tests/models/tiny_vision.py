@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sdk.models.vision.anyres import best_size
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
 
@@ -84,6 +86,35 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "image_token_id": 90,
     },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**SIGLIP, "image_size": [56, 56], "patch_size": [7, 7]},
+        "image_token_id": 90,
+    },
+    "lfm2_vl": {
+        "text_config": {**TEXT, "model_type": "lfm2"},
+        "vision_config": {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 25},
+        "projector_hidden_size": 56,
+        "image_token_id": 90,
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_token_index": 90,
+    },
+    "llava_next": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_token_index": 90,
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56]],
+    },
+    "llava_onevision": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+        "image_token_index": 90,
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [168, 168]],
+        "vision_aspect_ratio": "anyres_max_4",
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {
@@ -134,6 +165,15 @@ def image(config: VisionConfig, sizes: list[tuple[int, int]], seed: int) -> Imag
     return ImageInput(tiles, grids, count, bytes([seed]) * 32)
 
 
+def picture(config: VisionConfig, size: tuple[int, int], seed: int) -> ImageInput:
+    """An image of this size as a picture of the whole and tiles of a larger one; its number of
+    tokens is not known here."""
+    side = config.patch * math.isqrt(config.positions - int(config.class_token))
+    height, width = best_size(config.pictures, *size)
+    tiles = 1 + height * width // side**2
+    return image(config, [(side, side)] * tiles, seed)._replace(size=size)
+
+
 def normalized(tile: NDArray[np.uint8], config: VisionConfig) -> Tensor:
     """As transformers' processors do it: float32 ``[3, height, width]``."""
     scaled = torch.from_numpy((tile * config.scale).astype(np.float32))
@@ -172,7 +212,35 @@ def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
         return _joined(model.get_image_features(pixels, sizes).pooler_output)
 
 
-_OTHERS = {"idefics3": _idefics_rows, "smolvlm": _idefics_rows, "mistral3": _mistral_rows}
+def _lfm2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """Tile by tile: its processor pads them to the size of the largest."""
+    found, side = [], config.patch
+    for tile in own.tiles:
+        pixels = normalized(tile, config)
+        down, right = pixels.shape[1] // side, pixels.shape[2] // side
+        parts = pixels.view(3, down, side, right, side).permute(1, 3, 2, 4, 0)
+        patches, shape = parts.reshape(1, down * right, -1), torch.tensor([[down, right]])
+        mask = torch.ones(1, down * right, dtype=torch.int32)
+        with torch.no_grad():
+            found.append(_joined(model.get_image_features(patches, shape, mask).pooler_output))
+    return torch.cat(found)
+
+
+def _anyres_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    pixels, sizes = [normalized(tile, config) for tile in own.tiles], torch.tensor([own.size])
+    with torch.no_grad():
+        found = model.get_image_features(torch.stack(pixels)[None], sizes)
+    return _joined(found.pooler_output)
+
+
+_OTHERS = {
+    "llava_next": _anyres_rows,
+    "llava_onevision": _anyres_rows,
+    "idefics3": _idefics_rows,
+    "lfm2_vl": _lfm2_rows,
+    "mistral3": _mistral_rows,
+    "smolvlm": _idefics_rows,
+}
 
 
 def _qwen_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:

@@ -315,6 +315,8 @@ def test_the_circle_check_notices_one() -> None:
 NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/bench/")
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/api/other_names.py", "models/architectures/")
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+#: Which models have which image processor.
+NAMES_MODELS += ("sdk/images/processors/__init__.py",)
 #: Written from what the files say.
 NAMES_MODELS += ("models/architecture_names.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.api.errors import RequestError, SdkError
+from sdk.compat.llama_cpp._vision import MTMDChatHandler
 from sdk.compat.llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from sdk.compat.llama_cpp.llama_tokenizer import LlamaHFTokenizer
 from sdk.kernels.lazy_torch import torch
@@ -96,6 +97,8 @@ def llm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["tokenizer"] = _tokenizer_folder(given["tokenizer"])
     if given["draft_model"] is not None:
         options["speculative_config"] = _speculation(given["draft_model"])
+    if isinstance(given["chat_handler"], MTMDChatHandler):
+        options["mmproj"] = str(given["chat_handler"].clip_model_path)
     if given["lora_path"] is not None:
         options |= adapter_options([given["lora_path"]])
     if given["pooling_type"] not in (LLAMA_POOLING_TYPE_UNSPECIFIED, *POOLINGS):

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from sdk.compat.llama_cpp._chat import ChatFormat
+from sdk.compat.llama_cpp._vision import (
+    Gemma4ChatHandler,
+    Llava15ChatHandler,
+    Llava16ChatHandler,
+    MTMDChatHandler,
+    Qwen25VLChatHandler,
+)
 from sdk.compat.llama_cpp.llama import Llama, StoppingCriteriaList
 from sdk.loaders.chat_template import ChatTemplate
 
@@ -117,7 +124,23 @@ def __getattr__(name: str) -> NoReturn:
     if "regist" in name.lower():
         raise ImportError(f"{__name__} has no {name}: {_INSTEAD}")
     if name.endswith("ChatHandler"):
-        raise ImportError(f"{__name__} has no {name}: models read text only")
+        raise ImportError(
+            f"{__name__} has no {name}: use MTMDChatHandler, which follows the template of the "
+            "model's file, if docs/models.md lists the family"
+        )
     raise ImportError(
         f"{__name__} has no {name}: use Jinja2ChatFormatter, or Llama(chat_format=...)"
     )
+
+
+__all__ = [
+    "ChatFormatter",
+    "ChatFormatterResponse",
+    "Gemma4ChatHandler",
+    "Jinja2ChatFormatter",
+    "LlamaChatCompletionHandler",
+    "Llava15ChatHandler",
+    "Llava16ChatHandler",
+    "MTMDChatHandler",
+    "Qwen25VLChatHandler",
+]

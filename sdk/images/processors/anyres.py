@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC
-from sdk.images.processors.towers import tile_side, tokens_per_side
+from sdk.images.processors.towers import check_all_patches, tile_side, tokens_per_side
 
 _NEXT_SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _ONEVISION_SIZES = tuple(
@@ -34,6 +33,8 @@ class AnyResolutionProcessor(ImageProcessor):
     #: Sides of tiles and of crops, unless the checkpoint says so.
     _side_by_default = 224
     _crops = True
+    #: Of what the tower computes: ``vision_feature_select_strategy`` unless the checkpoint says so.
+    _strategy = "default"
     _sizes: tuple[Size, ...] = _NEXT_SIZES
     #: Largest number of tiles whose tokens are all kept.
     _most_tiles: int | None = None
@@ -51,6 +52,7 @@ class AnyResolutionProcessor(ImageProcessor):
                 self._sizes = _sizes(settings, sizes, self._side)
         if None not in named and named[0] != named[1]:
             raise settings.invalid("image_grid_pinpoints", named[0], f"the model's, {named[1]}")
+        check_all_patches(settings, self._strategy)
         self._tokens_across = tokens_per_side(settings, self._side, settings.patch(14))
         settings.done()
         self._grid = self._tokens_across, self._tokens_across
@@ -123,6 +125,7 @@ class OneVisionProcessor(AnyResolutionProcessor):
 
     _side_by_default = 384
     _crops = False
+    _strategy = "full"
     _sizes = _ONEVISION_SIZES
 
     def __init__(self, settings: Settings) -> None:

@@ -15,6 +15,8 @@ from sdk.api.errors import RequestError
 from sdk.kernels.packages import package
 from sdk.models.vision.image import ImageInput
 
+#: Filters of a resize, as Pillow numbers them.
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 #: Rows and columns.
 Size = tuple[int, int]
 #: The largest image that a resize may make on the way; 3 bytes each.
@@ -179,4 +181,14 @@ def joined(parts: Sequence[str | int]) -> list[str | int]:
     return [part for part in found if part != ""]
 
 
-__all__ = ["ImageProcessor", "Picture", "Size", "Tiling", "joined", "too_narrow"]
+__all__ = [
+    "BICUBIC",
+    "BILINEAR",
+    "LANCZOS",
+    "ImageProcessor",
+    "Picture",
+    "Size",
+    "Tiling",
+    "joined",
+    "too_narrow",
+]

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, BILINEAR, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC, BILINEAR
 from sdk.images.processors.towers import tile_side, tokens_per_side
 
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Tiling
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC
 
 #: What transformers takes as ``max_soft_tokens``.
 BUDGETS = (70, 140, 280, 560, 1120)

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import LANCZOS, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.towers import tile_side, tokens_per_side
 
-LANCZOS = 1
 #: The longer side of the resized image, whatever the checkpoint says (transformers'
 #: MAX_IMAGE_SIZE).
 MAX_SIDE = 4096

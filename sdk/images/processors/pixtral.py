@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Tiling, too_narrow
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Tiling, too_narrow
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC
 
 
 class PixtralProcessor(ImageProcessor):

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling, too_narrow
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Size, Tiling, too_narrow
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import BICUBIC
 
 #: transformers refuses narrower images.
 MAX_ASPECT_RATIO = 200

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, BILINEAR, ImageProcessor, Picture, Size, Tiling
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.towers import tile_side, tokens_per_side
+from sdk.images.processors.towers import check_all_patches, tile_side, tokens_per_side
 
-BILINEAR, BICUBIC = 2, 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
 
@@ -151,6 +150,7 @@ class LlavaProcessor(ImageProcessor):
         if settings.kind == "LlavaImageProcessor" and settings.flag("do_pad", False):
             mean: Any = settings.keys.get("image_mean") or CLIP_MEAN
             self._background = tuple(int(value * 255) for value in mean)
+        check_all_patches(settings, "default")
         side = tokens_per_side(settings, self._crop, settings.patch(14))
         self._tiling_of_all = Tiling(((side, side),), side * side)
         self.most_tokens = side * side

@@ -23,6 +23,21 @@ def tile_side(settings: Settings, default: Mapping[str, int] | int, key: str = "
     return side
 
 
+def check_all_patches(settings: Settings, strategy: str) -> None:
+    """Refuses towers of which a class token, too, would become a token, or a patch would not.
+
+    ``strategy``: the default of ``vision_feature_select_strategy``, which drops the first result of
+    the tower ("default") or not ("full").
+
+    :raises UnsupportedError: the strategy does not fit the tower.
+    """
+    value = settings.config.get("vision_feature_select_strategy") or strategy
+    tower = settings.vision.get("model_type")
+    fits = strategy if tower is None else "default" if tower == "clip_vision_model" else "full"
+    if value != fits:
+        raise settings.unsupported("vision_feature_select_strategy", value, repr(fits))
+
+
 def tokens_per_side(settings: Settings, side: int, patch: int, merge: int = 1) -> int:
     """Rows, and columns, of tokens of a square tile, of which ``merge`` x ``merge`` patches become
     one token.

@@ -1,0 +1,225 @@
+"""GGUF files as llama.cpp's converter writes them from vision models: text, and the encoder of
+images (mmproj)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, GgufBytes, gguf_of, save_gguf
+
+#: For each family the architecture of the text, the projector, the name of an image's token, and
+#: the names of tensors, the folder's to the file's.
+SIGLIP = {
+    "vision_tower.embeddings.patch_embedding": "v.patch_embd",
+    "vision_tower.embeddings.position_embedding": "v.position_embd",
+    "vision_tower.post_layernorm": "v.post_ln",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+QWEN = {
+    "visual.patch_embed.proj": "v.patch_embd",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+}
+FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "gemma3": (
+        "gemma3",
+        "gemma3",
+        "<image_soft_token>",
+        {
+            **SIGLIP,
+            "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
+            "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+        },
+    ),
+    "smolvlm": (
+        "llama",
+        "idefics3",
+        "<image>",
+        {
+            **{key.replace("_tower", "_model"): value for key, value in SIGLIP.items()},
+            "connector.modality_projection.proj": "mm.model.fc",
+        },
+    ),
+    "mistral3": (
+        "llama",
+        "pixtral",
+        "[IMG]",
+        {
+            "vision_tower.patch_conv": "v.patch_embd",
+            "vision_tower.ln_pre": "v.pre_ln",
+            "attention_norm": "ln1",
+            "ffn_norm": "ln2",
+            "attention.q_proj": "attn_q",
+            "attention.k_proj": "attn_k",
+            "attention.v_proj": "attn_v",
+            "attention.o_proj": "attn_out",
+            "feed_forward.gate_proj": "ffn_gate",
+            "feed_forward.up_proj": "ffn_up",
+            "feed_forward.down_proj": "ffn_down",
+            "multi_modal_projector.norm": "mm.input_norm",
+            "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+            "multi_modal_projector.linear_1": "mm.1",
+            "multi_modal_projector.linear_2": "mm.2",
+        },
+    ),
+    "qwen2_5_vl": (
+        "qwen2vl",
+        "qwen2.5vl_merger",
+        "<|image_pad|>",
+        {
+            **QWEN,
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            "visual.merger.ln_q": "v.post_ln",
+            "visual.merger.mlp.0": "mm.0",
+            "visual.merger.mlp.2": "mm.2",
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3vl",
+        "qwen3vl_merger",
+        "<|image_pad|>",
+        {
+            **QWEN,
+            "visual.pos_embed": "v.position_embd",
+            "mlp.linear_fc1": "ffn_up",
+            "mlp.linear_fc2": "ffn_down",
+            "visual.merger.norm": "v.post_ln",
+            "visual.merger.linear_fc1": "mm.0",
+            "visual.merger.linear_fc2": "mm.2",
+            **{
+                f"visual.deepstack_merger_list.{i}.{theirs}": f"v.deepstack.{layer}.{own}"
+                for i, layer in enumerate((0, 2))
+                for theirs, own in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2"))
+            },
+        },
+    ),
+}
+
+
+def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
+    """The file of the text part. ``token``: another name of an image's token."""
+    arch, _, image_token, _ = FAMILIES[name]
+    config = model.config.text_config
+    config.tie_word_embeddings = model.config.tie_word_embeddings
+    tensors = {
+        key.replace("language_model.", "").replace("text_model.", ""): values
+        for key, values in model.state_dict().items()
+        if "language_model" in key or "text_model" in key or key.startswith("lm_head")
+    }
+    sections = config.rope_parameters.get("mrope_section")
+    facts = {} if sections is None else {"rope.dimension_sections": (ARRAY, (I32, [*sections, 0]))}
+    file = gguf_of(SimpleNamespace(config=config, state_dict=lambda: tensors), facts, arch)
+    tokens = [f"t{i}" for i in range(config.vocab_size)]
+    tokens[90] = image_token if token is None else token
+    file.metadata["tokenizer.ggml.tokens"] = (ARRAY, (STRING, tokens))
+    return file
+
+
+def mmproj_file(model: Any, name: str) -> GgufBytes:
+    """The file of the encoder of images, in float32."""
+    _, projector, _, names = FAMILIES[name]
+    vision = model.config.vision_config
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    patch = vision.patch_size
+    side = getattr(vision, "image_size", 560)
+    if name == "qwen3_vl":
+        side = patch * 5
+    file = GgufBytes({"general.architecture": (STRING, "clip"), "general.type": (STRING, "mmproj")})
+    activation = "use_silu" if vision.hidden_act == "silu" else "use_gelu"
+    file.metadata |= {
+        "clip.has_vision_encoder": (BOOL, True),
+        "clip.projector_type": (STRING, projector),
+        f"clip.{activation}": (BOOL, True),
+    }
+    facts: dict[str, tuple[int, Any]] = {
+        "projection_dim": (U32, model.config.text_config.hidden_size),
+        "image_size": (U32, side),
+        "patch_size": (U32, patch),
+        "embedding_length": (U32, vision.hidden_size),
+        "feed_forward_length": (U32, vision.intermediate_size),
+        "block_count": (U32, layers),
+        "attention.head_count": (U32, vision.num_attention_heads),
+        "attention.layer_norm_epsilon": (F32, 1e-5 if name == "mistral3" else 1e-6),
+        "image_mean": (ARRAY, (F32, [0.5] * 3)),
+        "image_std": (ARRAY, (F32, [0.5] * 3)),
+    }
+    facts |= _own_facts(model, name)
+    file.metadata |= {f"clip.vision.{key}": value for key, value in facts.items()}
+    for key, values in model.state_dict().items():
+        theirs = _named(key.removeprefix("model."), names)
+        for own, part in () if theirs is None else _parts(theirs, values.detach().float(), name):
+            data = np.ascontiguousarray(part.numpy(), "<f4")
+            file.tensors[own] = (data.shape[::-1], 0, data.tobytes())
+    return file
+
+
+def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
+    if name == "gemma3":
+        side = model.config.vision_config.image_size // model.config.vision_config.patch_size
+        merge = side // int(model.config.mm_tokens_per_image**0.5)
+        return {"projector.scale_factor": (U32, merge)}
+    if name == "smolvlm":
+        return {
+            "projector.scale_factor": (U32, model.config.scale_factor),
+            "preproc_image_size": (U32, 112),
+        }
+    if name == "mistral3":
+        return {"spatial_merge_size": (U32, 2)}
+    if name == "qwen2_5_vl":
+        return {"n_wa_pattern": (U32, 2)}
+    return {
+        "spatial_merge_size": (U32, 2),
+        "is_deepstack_layers": (ARRAY, (BOOL, [True, False, True])),
+    }
+
+
+def _named(key: str, names: dict[str, str]) -> str | None:
+    layer = None
+    for root in ("encoder.layers.", "transformer.layers.", "visual.blocks."):
+        if root in key and "language" not in key and "text_model" not in key:
+            layer, _, key = key.partition(root)[2].partition(".")
+    for theirs, own in names.items():
+        if key == theirs or key.startswith(f"{theirs}."):
+            ending = key.removeprefix(theirs)
+            return own + ending if layer is None else f"v.blk.{layer}.{own}{ending}"
+    return None
+
+
+def _parts(name: str, values: Tensor, family: str) -> list[tuple[str, Tensor]]:
+    """What the converter makes of a tensor."""
+    if name == "v.patch_embd.weight" and values.dim() == 5:
+        return [(name, values[:, :, 0]), (f"{name}.1", values[:, :, 1])]
+    if family == "qwen2_5_vl" and "attn_qkv" in name:
+        parts = values.chunk(3)
+        return [(name.replace("qkv", part), own) for part, own in zip("qkv", parts, strict=True)]
+    if family == "mistral3" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        pairs = values.view(3, 2, 12, -1)  # heads, halves, features of a half
+        return [(name, pairs.transpose(1, 2).reshape(values.shape))]
+    if name == "mm.soft_emb_norm.weight":
+        return [(name, values + 1)]
+    return [(name, values)]
+
+
+def save_both(model: Any, name: str, folder: Path) -> Path:
+    """The path of the text model, beside which the other file is."""
+    save_gguf(folder / "mmproj-model-f32.gguf", mmproj_file(model, name))
+    return save_gguf(folder / "model.gguf", text_file(model, name))
+
+
+__all__ = ["FAMILIES", "mmproj_file", "save_both", "text_file"]
