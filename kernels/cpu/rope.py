@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_int32
+
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
@@ -202,7 +204,9 @@ def _check_axes(axes: Tensor, rows: Tensor, tokens: int) -> None:
     """``rows``: what has a row for each axis."""
     inner_contiguous(axes, torch.int32, "rope axes")
     inner_contiguous(rows, rows.dtype, "rope positions")
-    low, high = int(axes.min()), int(axes.max())
+    # an operator of torch could not be recorded
+    used = (c_int32 * len(axes)).from_address(axes.data_ptr())
+    low, high = min(used), max(used)
     if rows.shape != (rows.shape[0], tokens) or low < 0 or high >= rows.shape[0]:
         raise KernelError(
             f"rope angles: axes {low} to {high} of {tokens} tokens do not fit {list(rows.shape)}"

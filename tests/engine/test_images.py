@@ -80,6 +80,7 @@ def fresh(request: Any) -> Iterator[None]:
 def test_logits_are_those_of_transformers(family: Any, loaded: Loaded, count: int) -> None:
     name, oracle, _ = family
     vision = loaded.facts.model_config.vision
+    assert loaded.runner.strategy.eager_reason is None  # steps are recorded
     images = some_images(vision, count)
     ids, placed = prompt(vision, images, seed=count)
     found = run(loaded.engine, job("a", ids, placed, prompt_logprobs=0))["a"]
@@ -166,6 +167,7 @@ def test_text_alone_is_what_a_model_without_a_tower_computes(family: Any, loaded
     alone = load(EngineConfig(model=str(family[2]), **options))
     try:
         assert alone.facts.plan.images is None and alone.runner.images is None
+        assert alone.warnings == () or "vision." not in str(alone.warnings)
         assert alone.facts.plan.total < loaded.facts.plan.total
         other = run(alone.engine, job("a", text, prompt_logprobs=0))["a"]
         assert answer(other) == answer(found)

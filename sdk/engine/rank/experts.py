@@ -16,7 +16,7 @@ from sdk.models.expert_placement import Placement
 from sdk.models.layers import Source
 from sdk.models.moe import ExpertArrival, ExpertMLP
 from sdk.models.parallel import Mesh
-from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 _ONE_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.")
 
@@ -52,10 +52,13 @@ def mixtures(model: CausalLM) -> Mapping[int, ExpertMLP]:
 
 
 def unused_tensors(checkpoint: Checkpoint, model: CausalLM) -> list[str]:
-    """Tensors that no rank uses: not those of experts of other ranks."""
+    """Tensors that no rank uses: not those of experts of other ranks, and not those of the encoder
+    of images, which may be left out."""
     shares = shares_of(model)
 
     def elsewhere(name: str) -> bool:
+        if name.startswith(VISION_ROOT):
+            return True
         found = _ONE_EXPERT.search(name)
         share = shares.get(int(found[1])) if found else None
         return bool(found and share and int(found[2]) < len(share.routing.local))
