@@ -24,6 +24,7 @@ from sdk.loaders.mmproj_files import beside
 from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields
 from sdk.models.vision.family import (
     PROCESSOR,
+    ROWS,
     VISION,
     WHOLE,
     Family,
@@ -77,7 +78,8 @@ class Mmproj:
                     key.removeprefix(clip): _plain(value)
                     for key, value in self._file.metadata.items()
                     if key.startswith(clip)
-                },
+                }
+                | {ROWS: {name: own.shape[0] for name, own in self._file.tensors.items()}},
                 f"{path}: {clip[:-1]}",
             )
             self._check_width(config)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import CheckpointError
 
 #: Where a multimodal model keeps its language model.
@@ -127,7 +128,7 @@ def _harmless(name: str, roots: set[str], layers: int, ignored: Sequence[str]) -
     for why, pattern in _HARMLESS:
         if pattern.search(name):
             return why
-    layer = _LAYER.search(name)
+    layer = None if name.startswith(VISION_ROOT) else _LAYER.search(name)
     if layer is not None and int(layer[1]) >= layers:
         return f"of layers after the model's {layers}"
     if any(re.search(pattern, name) for pattern in ignored):

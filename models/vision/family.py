@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 #: What a config has beside its text part and its vision part: the keys of the whole model.
 WHOLE = "multimodal_config"
 VISION = "vision_config"
+#: Among the metadata that rules for mmproj files read: the rows of each tensor by its name there.
+ROWS = "rows of tensors"
 #: A key of the former: what the folder says of preprocessing.
 PROCESSOR = "image_processor"
 

@@ -7,11 +7,12 @@ transformers' modeling_lfm2_vl.py and modeling_siglip2.py.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import VisionConfig, encoder_config, square
-from sdk.models.vision.family import PROCESSOR, Family, VisionNames
+from sdk.models.vision.family import PROCESSOR, ROWS, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import smoothed
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
 
@@ -62,6 +63,23 @@ def projector(source: Source, config: VisionConfig) -> JoinedMLP:
     return JoinedMLP(source, config, norm=config.projector_norm)
 
 
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = keys.values[ROWS]
+    vision = {
+        "model_type": "siglip2_vision_model",
+        "num_patches": rows.get("v.position_embd.weight"),
+    }
+    whole = {
+        "model_type": "lfm2_vl",
+        "downsample_factor": keys.count("projector.scale_factor", 64, default=2),
+        "projector_hidden_size": rows.get("mm.1.weight"),
+        "projector_use_layernorm": "mm.input_norm.weight" in rows,
+    }
+    return {**common, **vision}, whole
+
+
 FAMILY = Family(
     ("lfm2_vl",),
     LAYER,
@@ -73,6 +91,17 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("lfm2",),
+        ("lfm2", "lfm2_moe"),
+        ("<image>",),
+        mmproj_config,
+        lambda keys: {
+            "projector.norm": "mm.input_norm",
+            "projector.linear_1": "mm.1",
+            "projector.linear_2": "mm.2",
+        },
+    ),
     positions=smoothed,
     norm_after=True,
 )

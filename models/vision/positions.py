@@ -78,7 +78,8 @@ def nearest_part(config: VisionConfig, table: Array, where: Places) -> Array:
         )
         for at, count in zip((where.rows, where.columns), where.shape, strict=True)
     )
-    return table[row * side + column]
+    found: Array = table[row * side + column]
+    return found
 
 
 def bilinear(config: VisionConfig, table: Array, where: Places) -> Array:

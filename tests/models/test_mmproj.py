@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from sdk.kernels.ops import Ops
 from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.mmproj import Mmproj
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.models.vision.tower import build_tower
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, STRING, U32, save_gguf
 from tests.models.test_vision_towers import encode
-from tests.models.tiny_mmproj import FAMILIES, mmproj_file, save_both, text_file
+from tests.models.tiny_mmproj import mmproj_file, save_both, text_file
 from tests.models.tiny_vision import MODELS, image, vision_model
 
 #: Options with which a file says all that the folder does, and sizes of tiles.
@@ -40,7 +43,7 @@ def ops() -> Iterator[Ops]:
     found.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_file_has_the_tower_of_its_folder(name: str, tmp_path: Path, ops: Ops) -> None:
     options, sizes = CASES[name]
     model = vision_model(name, **options)
@@ -59,6 +62,32 @@ def test_a_file_has_the_tower_of_its_folder(name: str, tmp_path: Path, ops: Ops)
     colors = checkpoint.processor["image_mean"], checkpoint.processor["image_std"]
     assert colors == ([0.5] * 3, [0.5] * 3)
     assert own.config.both_ways == folder.config.both_ways
+
+
+def test_the_file_of_lfm2_has_the_tower_of_its_folder(tmp_path: Path, ops: Ops) -> None:
+    """Its text model has other layers than attention; here that of SmolVLM stands for it."""
+    model = vision_model("lfm2_vl")
+    model.save_pretrained(tmp_path / "folder")
+    path = save_gguf(tmp_path / "mmproj.gguf", mmproj_file(model, "lfm2_vl"))
+    text = save_gguf(tmp_path / "text.gguf", text_file(vision_model("smolvlm"), "smolvlm"))
+    config = {"model_type": "lfm2", "hidden_size": 64}
+    own = Mmproj(path, read_gguf(text), config)
+    view: Any = SimpleNamespace(
+        path=path,
+        format="gguf",
+        config={**config, **own.config},
+        generation_config={},
+        processor=own.processor,
+        weight=own.weight,
+        tensor=own.tensor,
+        has=own.has,
+    )
+    tower = build_tower(view, Mesh(), ops)
+    folder = build_tower(open_checkpoint(tmp_path / "folder"), Mesh(), ops)
+    assert tower is not None and folder is not None and own.unused() == []
+    pictures = [image(tower.config, [(28, 42)], 1)]
+    found, expected = encode(tower, pictures)[0], encode(folder, pictures)[0]
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_a_file_is_found_beside_its_model(tmp_path: Path) -> None:

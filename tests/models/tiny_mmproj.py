@@ -45,6 +45,17 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
         },
     ),
+    "lfm2_vl": (
+        "lfm2",
+        "lfm2",
+        "<image>",
+        {
+            **SIGLIP,
+            "multi_modal_projector.layer_norm": "mm.input_norm",
+            "multi_modal_projector.linear_1": "mm.1",
+            "multi_modal_projector.linear_2": "mm.2",
+        },
+    ),
     "smolvlm": (
         "llama",
         "idefics3",
@@ -179,6 +190,8 @@ def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
             "projector.scale_factor": (U32, model.config.scale_factor),
             "preproc_image_size": (U32, 112),
         }
+    if name == "lfm2_vl":
+        return {"projector.scale_factor": (U32, 2)}
     if name == "mistral3":
         return {"spatial_merge_size": (U32, 2)}
     if name == "qwen2_5_vl":
@@ -211,6 +224,8 @@ def _parts(name: str, values: Tensor, family: str) -> list[tuple[str, Tensor]]:
     if family == "mistral3" and name.endswith(("attn_q.weight", "attn_k.weight")):
         pairs = values.view(3, 2, 12, -1)  # heads, halves, features of a half
         return [(name, pairs.transpose(1, 2).reshape(values.shape))]
+    if family == "lfm2_vl" and name == "v.patch_embd.weight":  # of pixels, colors last
+        return [(name, values.view(len(values), 7, 7, 3).permute(0, 3, 1, 2))]
     if name == "mm.soft_emb_norm.weight":
         return [(name, values + 1)]
     return [(name, values)]
