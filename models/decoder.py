@@ -412,11 +412,9 @@ class Decoder:
     """
 
     def __init__(self, source: Source) -> None:
-        c = source.config
+        c, mesh = source.config, source.mesh
+        self.config, self.ops, self._mesh = c, source.ops, mesh
         self._rules = layer_rules(c)
-        self.config = c
-        self.ops = source.ops
-        self._mesh = mesh = source.mesh
         self.embedding: Embedding | None = source.embedding() if mesh.is_first else None
         #: The tables of learned positions and of token types, and the norm of their sum.
         self.positions: Weight | None = None

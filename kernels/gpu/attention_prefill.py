@@ -114,8 +114,7 @@ def prefill_kernel(
                 k, k_scale, v, v_scale,
                 K_KIND, K_GROUPS, K_GROUP, K_DOT, K_STRIDES,
                 V_KIND, V_GROUPS, V_GROUP, V_DOT, V_STRIDES, CONVERT, WIDEN,
-                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False, BOTH,
-                sees,
+                PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, WINDOW, SOFTCAP, phase != 1, False, BOTH, sees,
             )  # fmt: skip
     result = result / total[:, None]
     if UNMIX:

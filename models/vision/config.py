@@ -13,12 +13,10 @@ from sdk.models.config_fields import (
     activation_named,
     without_null,
 )
-from sdk.models.rope import RopeSpec
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.kernels.mlp_activations import Activation
-    from sdk.models.config import ModelConfig
 
 #: Of one side of a tile, in pixels. The largest that published models read have 4,096.
 MAX_SIDE = 1 << 16
@@ -33,11 +31,33 @@ Color = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """The layers of a tower. ``num_layers``: those that run, without the last ones where the text
+    reads what comes out of an earlier one. ``activation_slope``: see
+    :class:`sdk.models.config.ModelConfig`. ``rotary_dim``: how many features of a head turn;
+    ``None``: positions are in what the layers read."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: Activation
+    activation_slope: float
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    rotary_dim: int | None
+    theta: float
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """The encoder of images ("tower") of a model, and how its results become tokens.
 
-    ``family``: which module of ``models/vision`` describes it. ``tower``: its layers, without the
-    last ones where the text reads what comes out of an earlier one. ``patch``: pixels of a patch's
+    ``family``: which module of ``models/vision`` describes it. ``patch``: pixels of a patch's
     side. ``frames``: how many equal pictures a patch has (video models); ``merge``: how many
     patches per side become one token. ``scale``, ``mean``, ``std``: what becomes of a pixel's
     number from 0 to 255, ``(number * scale - mean) / std``.
@@ -46,13 +66,13 @@ class VisionConfig:
     to the first layers of the text model.
     ``token_id``: the token that stands for a row of the image in a prompt. ``both_ways``: in which
     layers of the text model the tokens of one image see each other both ways: in all, or in those
-    with a window. ``axes``: the sections of rotary frequencies of the text model that turn by time,
-    row and column.
+    with a window. ``sections``: how many rotary frequencies of the text model turn by time, row and
+    column, one section after the other or ``interleaved``. ``axes``: the axis of each frequency.
     ``max_patches``, ``max_tokens``: of one image, all tiles together.
     """
 
     family: str
-    tower: ModelConfig
+    tower: EncoderSpec
     patch: int
     hidden_size: int
     token_id: int
@@ -105,7 +125,7 @@ def encoder_config(
     mlp_bias: bool = True,
     rotary_dim: int | None = None,
     theta: float = 10000.0,
-) -> ModelConfig:
+) -> EncoderSpec:
     """The layers of a tower from its part of a config.
 
     ``layers``: how many of them run (default: all). ``heads``, ``depth``: keys of their numbers.
@@ -113,43 +133,27 @@ def encoder_config(
 
     :raises CheckpointError: names the field, what was expected and what was found.
     """
-    from sdk.models.config import ModelConfig
-
     hidden, count = fields.count("hidden_size", MAX_WIDTH), fields.count(heads, MAX_WIDTH)
     number = fields.count(depth, MAX_LAYERS)
     quick = activation == "quick_gelu"  # x * sigmoid(1.702 x)
     if hidden % count and not fields.has("head_dim"):
         fields.fail(heads, f"a divisor of hidden_size {hidden}", count)
     head_dim = fields.count("head_dim", 4096, default=hidden // count)
-    turns = RopeSpec(theta, rotary_dim or 0, MAX_SIDE, "none" if rotary_dim is None else "default")
-    return ModelConfig(
+    return EncoderSpec(
         model_type=fields.text("model_type"),
-        vocab_size=1,
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size", MAX_WIDTH),
         num_layers=number if layers is None else layers,
         num_heads=count,
-        num_kv_heads=count,
         head_dim=head_dim,
         norm_eps=eps,
         activation=activation_named("silu" if quick else activation, "hidden_act"),
         activation_slope=QUICK_GELU if quick else 1.0,
-        max_position=MAX_SIDE,
-        ropes=(turns,),
-        rope_of_layer=(0,) * number,
-        sliding_windows=(None,) * number,
-        attention_scale=head_dim**-0.5,
-        attention_softcap=None,
-        final_softcap=None,
-        embedding_scale=1.0,
-        residual_scale=1.0,
-        logits_scale=1.0,
         attention_bias=attention_bias,
         output_bias=attention_bias if output_bias is None else output_bias,
         mlp_bias=mlp_bias,
-        down_bias=mlp_bias,
-        tie_word_embeddings=True,
-        causal=False,
+        rotary_dim=rotary_dim,
+        theta=theta,
     )
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from sdk.models.layers import Source
     from sdk.models.vision.config import VisionConfig
     from sdk.models.vision.patches import Places
     from sdk.models.vision.positions import Array
@@ -134,8 +133,8 @@ class Family(NamedTuple):
     layer: LayerRules
     names: VisionNames
     read: Callable[[Fields, Fields, Fields], VisionConfig]
-    projector: Callable[[Source, VisionConfig], Projector]
-    deepstack: Callable[[Source, VisionConfig, int], Projector] | None = None
+    projector: Callable[..., Projector]
+    deepstack: Callable[..., Projector] | None = None
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
     frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
     mmproj: MmprojRules | None = None

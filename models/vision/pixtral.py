@@ -24,8 +24,8 @@ from sdk.models.vision.positions import taking_turns
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
     from sdk.models.layers import Source
+    from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import MergedMLP
 
 #: Of all norms of the tower.
@@ -38,7 +38,7 @@ LAYER_NAMES = {
 }
 
 
-def pixtral_tower(whole: Fields, vision: Fields) -> ModelConfig:
+def pixtral_tower(whole: Fields, vision: Fields) -> EncoderSpec:
     """The layers of the tower that run."""
     width, heads = (vision.count(k, MAX_WIDTH) for k in ("hidden_size", "num_attention_heads"))
     rope = Fields(vision.mapping("rope_parameters"), "config: vision_config: rope_parameters")

@@ -110,10 +110,10 @@ def _corners(
 def rows_then_columns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
     """Frequencies of half as many features as a head has, first turning by the row, then the same
     ones by the column, and these axes (Qwen's towers)."""
-    spec = config.tower.ropes[0]
-    half = spec.rotary_dim // 2
+    tower = config.tower
+    half = (tower.rotary_dim or 0) // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-    once = np.float32(1) / (spec.theta ** powers.astype(np.float64)).astype(np.float32)
+    once = np.float32(1) / (tower.theta ** powers.astype(np.float64)).astype(np.float32)
     axes = np.repeat(np.array([0, 1], np.int32), len(once))
     return np.concatenate([once, once]), axes
 
@@ -121,9 +121,10 @@ def rows_then_columns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
 def taking_turns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
     """Frequencies of a head, those with even numbers turning by the row, the others by the column,
     and these axes (Pixtral)."""
-    spec = config.tower.ropes[0]
-    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
-    every = np.float32(1) / (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
+    tower = config.tower
+    turning = tower.rotary_dim or 0
+    exponents = np.arange(0, turning, 2, dtype=np.float32) / np.float32(turning)
+    every = np.float32(1) / (tower.theta ** exponents.astype(np.float64)).astype(np.float32)
     parts = every[0::2], every[1::2]
     axes = [np.full(len(part), axis, np.int32) for axis, part in enumerate(parts)]
     return np.concatenate(parts), np.concatenate(axes)

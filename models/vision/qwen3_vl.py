@@ -23,8 +23,8 @@ from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
     from sdk.models.layers import Source
+    from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import MergerMLP
 
 #: Where the checkpoint does not say it: 16,384 tokens.
@@ -34,7 +34,7 @@ EPS = 1e-6
 SECTIONS: dict[bool, tuple[int, int, int]] = {False: (24, 20, 20), True: (11, 11, 10)}
 
 
-def qwen_tower(vision: Fields, activation: str) -> ModelConfig:
+def qwen_tower(vision: Fields, activation: str) -> EncoderSpec:
     """The layers of the tower; ``activation``: where the config does not say it."""
     width, heads = vision.count("hidden_size", MAX_WIDTH), vision.count("num_heads", MAX_WIDTH)
     rope = Fields(vision.mapping("rope_parameters"), "config: vision_config: rope_parameters")

@@ -12,7 +12,7 @@ from sdk.models.config_fields import Fields
 from sdk.models.vision.config import encoder_config, square_tiles
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
+    from sdk.models.vision.config import EncoderSpec
 
 LAYER = LayerRules(norm=LAYER_NORM, gated=False)
 #: Spellings of transformers 4 and 5.
@@ -35,7 +35,7 @@ LAYER_NAMES = {
 }
 
 
-def siglip_config(vision: Fields, layers: int | None = None) -> tuple[ModelConfig, int, int]:
+def siglip_config(vision: Fields, layers: int | None = None) -> tuple[EncoderSpec, int, int]:
     """The tower, the pixels of a patch's side, and the patches of a tile's side."""
     tower = encoder_config(
         vision,

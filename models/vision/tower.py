@@ -17,11 +17,13 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.ops import Ops
 from sdk.models.architecture import Architecture
 from sdk.models.attention import Step
+from sdk.models.config import ModelConfig
 from sdk.models.decoder import Layer
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.rope import RopeSpec
 from sdk.models.vision.anyres import Packer
-from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
@@ -105,13 +107,47 @@ def build_tower(
         return None
     own = family(next(name for name, module in FAMILIES.items() if module == facts.family))
     assert own is not None
-    rules = Architecture(facts.tower.model_type, layer=own.layer)
+    layers = _layers(facts.tower)
+    rules = Architecture(layers.model_type, layer=own.layer)
     view = VisionTensors(checkpoint)
     with one_mode():
-        source = Source(
-            view, facts.tower, Mesh(), ops, facts.tower.max_position, shared=shared, own=rules
-        )
+        source = Source(view, layers, Mesh(), ops, layers.max_position, shared=shared, own=rules)
         return Tower(source, facts, own)
+
+
+def _layers(tower: EncoderSpec) -> ModelConfig:
+    """The layers as those of an encoder of text, whose embeddings are given."""
+    count = tower.num_layers
+    kind = "none" if tower.rotary_dim is None else "default"
+    return ModelConfig(
+        model_type=tower.model_type,
+        vocab_size=1,
+        hidden_size=tower.hidden_size,
+        intermediate_size=tower.intermediate_size,
+        num_layers=count,
+        num_heads=tower.num_heads,
+        num_kv_heads=tower.num_heads,
+        head_dim=tower.head_dim,
+        norm_eps=tower.norm_eps,
+        activation=tower.activation,
+        activation_slope=tower.activation_slope,
+        max_position=MAX_SIDE,
+        ropes=(RopeSpec(tower.theta, tower.rotary_dim or 0, MAX_SIDE, kind),),
+        rope_of_layer=(0,) * count,
+        sliding_windows=(None,) * count,
+        attention_scale=tower.head_dim**-0.5,
+        attention_softcap=None,
+        final_softcap=None,
+        embedding_scale=1.0,
+        residual_scale=1.0,
+        logits_scale=1.0,
+        attention_bias=tower.attention_bias,
+        output_bias=tower.output_bias,
+        mlp_bias=tower.mlp_bias,
+        down_bias=tower.mlp_bias,
+        tie_word_embeddings=True,
+        causal=False,
+    )
 
 
 class Tower:
@@ -290,7 +326,7 @@ class TileGroup:
         c, ops = tower.config.tower, tower.ops
         size = SHORT if tower.config.window else PAGE_SIZE
         pages = max(num_pages(lengths, size), num_pages(windows, size))
-        self._pages = [sequence_pages(pages, size, c.num_kv_heads, c.head_dim, ops)]
+        self._pages = [sequence_pages(pages, size, c.num_heads, c.head_dim, ops)]
         angles = [self._angles(tiles)]
         #: Of layers that see whole tiles, and of those that see windows.
         self._full = self._windows = Step(sequence_batch(lengths, size, ops), angles)
