@@ -130,6 +130,16 @@ BASES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 3000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "mimo_v2_flash": {
+        **_EXPERTS,
+        **_WINDOWED,
+        "n_routed_experts": 4,
+        "v_head_dim": 8,
+        "head_dim": 24,
+        "num_key_value_heads": 1,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+    },
     "mellum": {
         **_EXPERTS,
         **_WINDOWED,
