@@ -204,7 +204,7 @@ def reference_inputs(
         made = transformers.LlavaProcessor(
             pixels,
             tokenizer,
-            patch_size=14,
+            patch_size=family.config["vision_config"]["patch_size"],
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
