@@ -247,3 +247,14 @@ def test_wrong_shapes_are_named(tmp_path: Path, ops: Ops) -> None:
         save_gguf(tmp_path / "mmproj-model-f32.gguf", file)
         with pytest.raises(CheckpointError, match=message):
             build_tower(open_checkpoint(path), Mesh(), ops)
+
+
+def test_rows_that_are_no_heads_are_named(tmp_path: Path, ops: Ops) -> None:
+    model = vision_model("mistral3", vision_feature_layer=-1)
+    path = save_both(model, "mistral3", tmp_path)
+    file = mmproj_file(model, "mistral3")
+    _, kind, data = file.tensors["v.blk.0.attn_q.weight"]
+    file.tensors["v.blk.0.attn_q.weight"] = ((72, 70), kind, data[: 72 * 70 * 4])
+    save_gguf(tmp_path / "mmproj-model-f32.gguf", file)
+    with pytest.raises(CheckpointError, match=r"attn_q.weight': expected a multiple of 6 rows"):
+        build_tower(open_checkpoint(path), Mesh(), ops)

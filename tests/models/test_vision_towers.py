@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower
 from tests.models.test_activation_memory import Counting
+from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import (
     FREE,
     MODELS,
@@ -158,3 +161,27 @@ def test_a_run_needs_no_more_memory_than_planned(name: str, tmp_path: Path) -> N
     ops.close()
     planned = tower.workspace_bytes(patches)
     assert counting.most + pages <= planned <= 4 * (counting.most + pages)
+
+
+def test_towers_run_without_torch(tmp_path: Path) -> None:
+    """Of a model that does not rotate, and of one that does."""
+    for name in ("gemma3", "qwen3_vl"):
+        (tmp_path / name).mkdir()
+        path = save_both(vision_model(name), name, tmp_path / name)
+        source = f"""
+import sys
+import numpy as np
+from sdk.kernels.ops import Ops
+from sdk.loaders.open import open_checkpoint
+from sdk.models.parallel import Mesh
+from sdk.models.vision.image import ImageInput
+from sdk.models.vision.tower import build_tower
+
+tower = build_tower(open_checkpoint({str(path)!r}), Mesh(), Ops(num_threads=1))
+side = tower.config.patch * tower.config.merge * 4
+picture = ImageInput((np.zeros((side, side, 3), np.uint8),), ((4, 4),), 16, b"")
+run = tower.begin([picture])
+assert run.advance(100) and run.rows()[0].shape == (16, 64 * tower.config.features)
+assert "torch" not in sys.modules
+"""
+        subprocess.run([sys.executable, "-c", source], check=True)
