@@ -65,7 +65,7 @@ class ExpertCache:
         self._least = max(least, runtime.num_threads + 1)
         self._file, direct = _open(file)
         handle = runtime.library.embedlm_experts_create(
-            self._file, os.fsencode(path), direct, READERS
+            self._file, os.fsencode(os.path.realpath(path)), direct, READERS
         )
         if not handle:
             os.close(self._file)

@@ -5,12 +5,10 @@
 #include <math.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "linear_scratch.hpp"
 #include "pack.hpp"
@@ -21,7 +19,7 @@ namespace {
 constexpr int64_t kBlock = 4096;  // of a disk, at most
 // A use counts half after so many tokens: a paragraph or two.
 constexpr double kHalfLife = 128.0;
-const double kGrowth = exp2(1.0 / kHalfLife);
+constexpr double kGrowth = 1.0 + 0.6931471805599453 / kHalfLife;  // about 2^(1 / kHalfLife)
 // A prompt says more of what comes than a token does, but not for longer than this many.
 constexpr int64_t kMostTokens = 32;
 constexpr double kRescale = 1e100;
@@ -37,6 +35,22 @@ int64_t now_ns() {
     timespec at;
     clock_gettime(CLOCK_MONOTONIC, &at);
     return at.tv_sec * 1000000000 + at.tv_nsec;
+}
+
+// Lets other threads give slots back.
+void pause(std::unique_lock<std::mutex>* lock) {
+    lock->unlock();
+    const timespec wait = {0, 1000 * 1000};
+    nanosleep(&wait, nullptr);
+    lock->lock();
+}
+
+// Whether the open file still has this name, and was not removed or replaced.
+bool is_named(int file, const std::string& path) {
+    const std::string link = "/proc/self/fd/" + std::to_string(file);
+    std::string found(path.size() + 1, '\0');
+    const ssize_t length = readlink(link.c_str(), &found[0], found.size());
+    return length == (ssize_t)path.size() && !found.compare(0, path.size(), path);
 }
 
 }  // namespace
@@ -174,7 +188,7 @@ void ExpertCache::count_uses(Layer* layer, const FetchArgs& args) {
     const int32_t used = args.active[args.count];
     const int64_t tokens = args.rows / args.k;
     const int64_t steps = tokens < kMostTokens ? tokens : kMostTokens;
-    layer->weight *= pow(kGrowth, (double)steps);
+    for (int64_t i = 0; i < steps; ++i) layer->weight *= kGrowth;  // pow() would need glibc 2.29
     for (int32_t i = 0; i < used; ++i) {
         const int32_t expert = args.active[i];
         const double rows = args.starts[expert + 1] - args.starts[expert];
@@ -262,7 +276,7 @@ const Weight* ExpertCache::acquire(int number, int32_t expert) {
         }
         while (unit.state != kThere && status() == kOk && !stop_) {
             if (!readers_.empty()) done_.wait(lock);
-            else if (!read_next(lock)) done_.wait_for(lock, std::chrono::milliseconds(1));
+            else if (!read_next(lock)) pause(&lock);
         }
         --unit.waiters;
         counts_.waited_ns += now_ns() - begin;
@@ -417,10 +431,7 @@ Status ExpertCache::read(const Unit& unit, uint8_t* to) const {
         const int64_t rest = check.bytes - at;
         if (sum_of(data + at, rest < check.piece ? rest : check.piece) == check.sums[at / check.piece])
             continue;
-        struct stat own, named;  // not what another process has put in its place
-        if (!fstat(file_, &own) && !stat(path_.c_str(), &named) && own.st_ino == named.st_ino &&
-            own.st_dev == named.st_dev)
-            unlink(path_.c_str());
+        if (is_named(file_, path_)) unlink(path_.c_str());  // not what another process has put there
         return kDamaged;
     }
     return kOk;
