@@ -393,6 +393,13 @@ def _look_ahead(layers: Sequence[Layer]) -> None:
             layer.ahead = after.before_mlp, after.mlp
 
 
+def _places_of_caches(config: ModelConfig, layers: range) -> dict[int, tuple[int, ...]]:
+    """For each layer of a stage the places of its caches among those of the stage."""
+    _check_shared_keys(config, layers)
+    first = min((one for i in layers for one in config.caches_of(i)), default=0)
+    return {i: tuple(one - first for one in config.caches_of(i)) for i in layers}
+
+
 def _check_shared_keys(config: ModelConfig, layers: range) -> None:
     """:raises AlignmentError: a stage would read keys that another one has."""
     for layer in layers:
@@ -439,10 +446,7 @@ class Decoder:
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
         self.layers = _load_layers(source, self._rules)
-        _check_shared_keys(c, self.numbers)
-        first = min((one for i in self.numbers for one in c.caches_of(i)), default=0)
-        #: For each layer of this stage the places of its caches among those of the stage.
-        self._caches = {i: tuple(one - first for one in c.caches_of(i)) for i in self.numbers}
+        self._caches = _places_of_caches(c, self.numbers)
         self.norm: Norm | None = None
         if mesh.is_last and not self._rules.post_norm:
             self.norm = source.norm("model.norm")
