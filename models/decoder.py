@@ -233,11 +233,16 @@ class Layer:
             self.input = LayerInput(source, path, index)
         #: The next layer's norm and experts, if some of these may have to be read from a file.
         self.ahead: tuple[Norm, ExpertMLP] | None = None
+        self._pull_scales(source, path, rules)
+
+    def _pull_scales(self, source: Source, path: str, rules: LayerRules) -> None:
+        """Factors of what the blocks add, and of the layer's result."""
+        width = source.config.hidden_size
         self.attention_scale: Tensor | None = None
         self.mlp_scale: Tensor | None = None
         if rules.block_scales:
-            self.attention_scale = source.vector(f"{path}.attention_scale", c.hidden_size)
-            self.mlp_scale = source.vector(f"{path}.mlp_scale", c.hidden_size)
+            self.attention_scale = source.vector(f"{path}.attention_scale", width)
+            self.mlp_scale = source.vector(f"{path}.mlp_scale", width)
         self.factor = 1.0
         if rules.scaled:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
