@@ -185,8 +185,9 @@ class EngineOptions(TypedDict, total=False):
     copied to the card while the layer before computes; not run on a card yet. Default: 0."""
     weight_cache: bool | int | str
     """On a CPU: keep the packed weights in the user's cache folder, and map them from there at the
-    next opening, shared by all processes. `True`: at most 32 GiB of files; or a size such as
-    `"60GiB"`. Default: `False`."""
+    next opening, shared by all processes; with it, experts that `memory` cannot hold are read when
+    they are needed. `True`: at most 32 GiB of files; or a size such as `"60GiB"`. Default:
+    `False`."""
     compute: Literal["auto", "exact"]
     """`"exact"`: fp32 arithmetic on the dequantized values, without quantized activations.
     `"auto"`: kernels may quantize or round activations: on a CPU to 8 bits in blocks inside a
