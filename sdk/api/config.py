@@ -91,6 +91,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enable_prompt_embeds: bool = False
+    mmproj: str | None = None
     limit_mm_per_prompt: Mapping[str, int] | None = None
     image_fetcher: ImageFetcher | None = None
     allowed_local_media_path: str | None = None
@@ -208,7 +209,7 @@ class EngineConfig:
             raise RequestError(
                 f"hf_overrides: expected a dict of config.json's keys, found {found}"
             )
-        for name in ("download_dir", "generation_config", "tokenizer"):
+        for name in ("download_dir", "generation_config", "tokenizer", "mmproj"):
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, str | os.PathLike):

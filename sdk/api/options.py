@@ -115,6 +115,9 @@ class EngineOptions(TypedDict, total=False):
     """Split long prompts over several steps. Default: `True`."""
     enable_prompt_embeds: bool
     """Accept `prompt_embeds`; on a CPU the workspace doubles. Default: `False`."""
+    mmproj: str | os.PathLike[str] | None
+    """The file with the encoder of images of a GGUF model. Default: the one beside the model that
+    fits."""
     limit_mm_per_prompt: Mapping[str, int] | None
     """`{"image": 4}`: the most images of a prompt; `{"image": 0}` loads a vision model for text
     only. Default: none (999)."""

@@ -451,6 +451,7 @@ def _runner_config(
         adapter_dtype="int8" if config.lora_dtype == "int8" else None,
         redundant_experts=config.redundant_experts,
         image_rows=0 if memory.images is None else memory.images.rows,
+        mmproj=None if config.mmproj is None else str(Path(config.mmproj).absolute()),
         weight_cache=cache_bytes(config.weight_cache),
         answers_folder=None if device == "cpu" else answers_folder(),
         **_offload_options(config, model, memory),

@@ -126,6 +126,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
             download_dir=config.download_dir,
             on_download=report,
             pre_tokenizer=config.pre_tokenizer,
+            mmproj=config.mmproj if config.most_images else False,
         )
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 #: Options that take a Path too, which the config keeps as text.
 PATHS = {
     "allowed_local_media_path",
+    "mmproj",
     "tokenizer",
     "swap_path",
     "disk_offload_path",

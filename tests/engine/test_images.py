@@ -22,6 +22,7 @@ from sdk.memory.resolve import model_config, open_model
 from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import GROUP, checked, tile_groups
+from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import TEXT, image, vision_model
 from tests.models.tiny_vision_prompts import (
     answer,
@@ -427,3 +428,23 @@ def test_rows_of_images_have_ids_of_their_own() -> None:
     assert not set(ids) & set(image_ids(b"b" * 32, 1000))
     one = PromptImage(ImageInput((), ((1, 3),), 3, b"a" * 32), ((2, 2), (5, 1)))
     assert key_ids([5, 6, 90, 90, 7, 90, 8], (one,)) == [5, 6, *ids[:2], 7, ids[2], 8]
+
+
+def test_a_gguf_model_with_its_mmproj_beside_it_or_named(tmp_path: Path) -> None:
+    path = save_both(vision_model("gemma3"), "gemma3", tmp_path)
+    [beside] = tmp_path.glob("mmproj*.gguf")
+    answers = []
+    for named in (None, tmp_path / "elsewhere" / "eyes.gguf"):
+        if named is not None:
+            named.parent.mkdir()
+            beside.rename(named)
+        loaded = load(EngineConfig(model=str(path), mmproj=named, **OPTIONS))  # type: ignore[arg-type]
+        vision = loaded.facts.model_config.vision
+        ids, placed = prompt(vision, some_images(vision, 1), seed=2)
+        answers.append(answer(run(loaded.engine, job("a", ids, placed))["a"]))
+        loaded.engine.close()
+    assert answers[0] == answers[1]
+    without = load(EngineConfig(model=str(path), **OPTIONS))
+    with pytest.raises(RequestError, match="images: this engine reads none"):
+        without.engine.add(job("a", ids, placed))
+    without.engine.close()

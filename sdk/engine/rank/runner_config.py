@@ -39,7 +39,7 @@ class DraftingWeights:
         from sdk.loaders.head_folder import open_head
 
         own_files = self.head is None or self.head.block
-        opened = open_checkpoint(self.model) if own_files else open_head(self.model)
+        opened = open_checkpoint(self.model, mmproj=False) if own_files else open_head(self.model)
         return online_quantized(opened, self.quantization)
 
 
@@ -109,8 +109,8 @@ class RunnerConfig:
     engines_here: int = 1
     #: Rows of the image cache; 0: the tower is not loaded.
     image_rows: int = 0
-    #: The file of the tower of a GGUF model: see :func:`sdk.loaders.open.open_checkpoint`.
-    mmproj: str | bool | None = None
+    #: The file of the tower of a GGUF model; ``None``: the one beside it.
+    mmproj: str | None = None
 
     def layers_of(self, stage: int) -> range | None:
         """The layers of a stage; ``None``: all of them."""
@@ -127,7 +127,10 @@ class RunnerConfig:
     def open_model(self) -> Checkpoint:
         """Open the model's files, with online quantization if ``quantization`` is set."""
         checkpoint = open_checkpoint(
-            self.model, revision=self.revision, local_files_only=self.local_files_only
+            self.model,
+            revision=self.revision,
+            local_files_only=self.local_files_only,
+            mmproj=self.mmproj if self.image_rows else False,
         )
         return online_quantized(checkpoint, self.quantization)
 
