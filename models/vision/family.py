@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from sdk.models.layers import Source
     from sdk.models.vision.config import VisionConfig
     from sdk.models.vision.patches import Places
     from sdk.models.vision.positions import Array
@@ -120,7 +119,8 @@ class Family(NamedTuple):
 
     ``layer``: what the layers of its tower compute. ``read(whole, vision, text)``: its config,
     from the keys of the whole model, of the vision part and of the text part.
-    ``projector(source, config)``: built from ``model.projector.…``. ``deepstack``: the same for
+    ``projector(source, config)``: built from ``model.projector.…`` of a
+    :class:`sdk.models.layers.Source`. ``deepstack``: the same for
     what comes out of the layer ``config.deepstack[number]``.
     ``positions(config, table, places)``: what is added to patches, of the table
     ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and
@@ -134,8 +134,8 @@ class Family(NamedTuple):
     layer: LayerRules
     names: VisionNames
     read: Callable[[Fields, Fields, Fields], VisionConfig]
-    projector: Callable[[Source, VisionConfig], Projector]
-    deepstack: Callable[[Source, VisionConfig, int], Projector] | None = None
+    projector: Callable[[Any, VisionConfig], Projector]
+    deepstack: Callable[[Any, VisionConfig, int], Projector] | None = None
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
     frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
     mmproj: MmprojRules | None = None
@@ -175,7 +175,8 @@ def family(model_type: object) -> Family | None:
 
 def families() -> list[Family]:
     """All families."""
-    return [own for name in FAMILIES if (own := family(name)) is not None]
+    types = {module: name for name, module in FAMILIES.items()}
+    return [own for name in types.values() if (own := family(name)) is not None]
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:

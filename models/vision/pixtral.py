@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, encoder_config, layers_until, square
+from sdk.models.vision.config import VisionConfig, layers_until, square
+from sdk.models.vision.encoder import encoder_config
 from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import taking_turns
 from sdk.quant.errors import UnsupportedError

@@ -22,8 +22,8 @@ ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture,
-    # .config_keys and .expert_config describe files of a model, .other_models those that do not
-    # run; they import nothing of the loaders
+    # .config_keys, .expert_config and .vision describe files of a model, .other_models those that do
+    # not run; they import nothing of the loaders
     "loaders": {
         "quant",
         "kernels.layouts",
@@ -36,6 +36,8 @@ ALLOWED = {
         "models.expert_config",
         "models.config_fields",
         "models.sliding",
+        "models.vision.family",
+        "models.vision.mmproj_names",
         "kernels.stored_rows",
     },
     "models": {"quant", "kernels"},
@@ -313,7 +315,7 @@ def test_the_circle_check_notices_one() -> None:
 #: Code that may name a model: names of tokenizers, Mistral's own format, models that tools make.
 NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/bench/")
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/api/other_names.py", "models/architectures/")
-NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+NAMES_MODELS += ("sdk/testing/tiny_models.py", "models/vision/")
 #: Written from what the files say.
 NAMES_MODELS += ("models/architecture_names.py",)
 #: Models that do not run; tests/models/test_other_models.py compares it with the registry.
