@@ -119,7 +119,8 @@ class Family(NamedTuple):
 
     ``layer``: what the layers of its tower compute. ``read(whole, vision, text)``: its config,
     from the keys of the whole model, of the vision part and of the text part.
-    ``projector(source, config)``: built from ``model.projector.…``. ``deepstack``: the same for
+    ``projector(source, config)``: built from ``model.projector.…`` of a
+    :class:`sdk.models.layers.Source`. ``deepstack``: the same for
     what comes out of the layer ``config.deepstack[number]``.
     ``positions(config, table, places)``: what is added to patches, of the table
     ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and
@@ -174,7 +175,8 @@ def family(model_type: object) -> Family | None:
 
 def families() -> list[Family]:
     """All families."""
-    return [own for name in FAMILIES if (own := family(name)) is not None]
+    types = {module: name for name, module in FAMILIES.items()}
+    return [own for name in types.values() if (own := family(name)) is not None]
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:

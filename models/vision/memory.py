@@ -41,4 +41,4 @@ def workspace_bytes(config: VisionConfig, patches: int) -> int:
     middle = max(width * config.merge**2, config.projector_width, config.hidden_size)
     projected = patches * 6 * width + tokens * (middle + 2 * config.hidden_size)
     results = 2 * tokens * config.features * config.hidden_size
-    return 4 * (pages + max(embedded, attention, mlp, projected) + results)
+    return 4 * int(pages + max(embedded, attention, mlp, projected) + results)

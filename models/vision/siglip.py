@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import Fields
-from sdk.models.vision.config import encoder_config, square_tiles
+from sdk.models.vision.config import square_tiles
+from sdk.models.vision.encoder import encoder_config
 
 if TYPE_CHECKING:
     from sdk.models.vision.config import EncoderSpec

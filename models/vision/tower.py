@@ -158,7 +158,7 @@ class Tower:
 
     def __init__(self, source: Source, config: VisionConfig, own: Family) -> None:
         self.config, self.ops, self.family = config, source.ops, own
-        self.num_layers = config.tower.num_layers
+        self.num_layers: int = config.tower.num_layers
         self.colors = color_table(config)
         self.patches = source.given("model.patches", lambda: _patch_matrix(source, config))
         #: Rows of learned positions, float32 ``[positions, width]``.

@@ -69,8 +69,12 @@ REFUSED: list[tuple[str, str, str, Any, type[Exception], str]] = [
         "window_size: expe",
     ),
     (
-        *("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [3]),
-        *(CheckpointError, "fullatt_block_indexes: expected numbers of layers below 3"),
+        *("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [-1]),
+        *(CheckpointError, "fullatt_block_indexes: expected numbers of layers below 512"),
+    ),
+    (
+        *("qwen3_vl", "vision_config", "deepstack_visual_indexes", [3]),
+        *(CheckpointError, "deepstack_visual_indexes: expected numbers of layers below 3"),
     ),
     (
         *("qwen3_vl", "vision_config", "deepstack_visual_indexes", [2, 0]),
