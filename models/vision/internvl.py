@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import (
-    VisionConfig,
-    layers_until,
-    only,
-    square_tiles,
-)
-from sdk.models.vision.encoder import encoder_config
+from sdk.models.vision.config import VisionConfig, encoder_config, layers_until, only, square_tiles
 from sdk.models.vision.family import PROCESSOR, Family, VisionNames
 from sdk.models.vision.positions import learned
 

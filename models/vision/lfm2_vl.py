@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, square
-from sdk.models.vision.encoder import encoder_config
+from sdk.models.vision.config import VisionConfig, encoder_config, square
 from sdk.models.vision.family import PROCESSOR, ROWS, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import smoothed
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES

@@ -12,11 +12,11 @@ from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,
     VisionConfig,
+    encoder_config,
     layers_until,
     only,
     square_tiles,
 )
-from sdk.models.vision.encoder import encoder_config
 from sdk.models.vision.family import Family, VisionNames
 from sdk.models.vision.positions import learned
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES

@@ -14,11 +14,11 @@ from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import (
     VisionConfig,
+    encoder_config,
     most_pixels,
     square,
     text_sections,
 )
-from sdk.models.vision.encoder import encoder_config
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import Fields
-from sdk.models.vision.config import square_tiles
-from sdk.models.vision.encoder import encoder_config
+from sdk.models.vision.config import encoder_config, square_tiles
 
 if TYPE_CHECKING:
     from sdk.models.vision.config import EncoderSpec
