@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.models.config_fields import (
-    Fields,
-    without_null,
-)
+from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields, activation_named, without_null
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,6 +18,8 @@ MAX_SIDE = 1 << 16
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+QUICK_GELU = 1.702
 
 Color = tuple[float, float, float]
 
