@@ -75,11 +75,10 @@ def prefill_kernel(
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = begin + row // GROUP
     real = (row < QUERIES * GROUP) & (query < count)
-    head = kv_head * GROUP + row % GROUP
-    token = (start + query).to(tl.int64)
+    head, token = kv_head * GROUP + row % GROUP, (start + query).to(tl.int64)
     inside = real[:, None] & (column < HEAD_DIM)[None, :]
-    rows = (token * q_token + head * q_head)[:, None]
-    x = tl.load(q + rows + column[None, :], mask=inside, other=0.0)
+    at_query = (token * q_token + head * q_head)[:, None] + column[None, :]
+    x = tl.load(q + at_query, mask=inside, other=0.0)
     best, total = begun(sinks, head, head >= 0, BLOCK_M, SINKS)
     slope = None
     if slopes is not None:
