@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, encoder_config, layers_until, only, square_tiles
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    encoder_config,
+    layers_until,
+    only,
+    square_tiles,
+)
 from sdk.models.vision.family import PROCESSOR, Family, VisionNames
 from sdk.models.vision.positions import learned
 
 if TYPE_CHECKING:
     from sdk.models.layers import Source
     from sdk.models.vision.projectors import JoinedMLP
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
@@ -54,8 +60,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_patches=tiles * (side**2 + 1),
         max_tokens=tiles * (side // merge) ** 2,
         merge=merge,
-        mean=MEAN,
-        std=STD,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
         positions=side**2 + 1,
         projector_eps=1e-5,
         projector_activation=activation_named(activation, "projector_hidden_act"),

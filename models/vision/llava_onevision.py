@@ -9,7 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
-from sdk.models.vision.config import VisionConfig, layers_until, only, picture_sizes
+from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    VisionConfig,
+    layers_until,
+    only,
+    picture_sizes,
+)
 from sdk.models.vision.family import Family, VisionNames
 from sdk.models.vision.positions import learned
 from sdk.models.vision.siglip import (
@@ -48,6 +55,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         patch,
         text.count("hidden_size", MAX_WIDTH),
         token_id=whole.count(key, 1 << 24, default=151646),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
         max_patches=tiles * side**2,
         max_tokens=int(kept * side**2) + max(height // patch for height, _ in sizes),
         positions=side**2,

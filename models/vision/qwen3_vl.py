@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import (
+    CLIP_MEAN,
+    CLIP_STD,
     VisionConfig,
     encoder_config,
     most_pixels,
@@ -73,6 +75,8 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         sections=text_sections(whole, text, SECTIONS[new]),
         interleaved=True,
         positions=vision.count("num_position_embeddings", 1 << 24),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
     )
 
 

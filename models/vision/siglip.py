@@ -22,6 +22,7 @@ WHOLE_NAMES = {
     "patches": "tower.embeddings.patch_embedding",
     "positions.weight": "tower.embeddings.position_embedding.weight",
     "norm": "tower.post_layernorm",
+    "pooling": "tower.head",  # makes one vector of an image, which no text model reads
 }
 LAYER_NAMES = {
     "input_layernorm": "layer_norm1",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from sdk.models.config import ModelConfig
 from sdk.models.vision.family import FAMILIES, families, vision_of
@@ -183,6 +184,15 @@ def test_the_colors_are_those_of_the_processor() -> None:
     found = vision_of(config)
     assert found is not None
     assert (found.scale, found.mean, found.std) == (1.0, (0.0,) * 3, (1.0,) * 3)
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"lfm2_vl"}))  # its class needs torchvision
+def test_without_statistics_of_pixels_they_are_those_of_the_processors_class(name: str) -> None:
+    found = ModelConfig.from_dict(config_of(name)).vision
+    kind = IMAGE_PROCESSOR_MAPPING_NAMES[name]["pil"]
+    own = getattr(transformers, kind)
+    assert found is not None
+    assert (found.mean, found.std) == (tuple(own.image_mean), tuple(own.image_std))
 
 
 def test_frequencies_turn_by_the_axes_of_transformers() -> None:
