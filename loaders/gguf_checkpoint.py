@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ from sdk.loaders.gguf_names import (
     single_expert,
 )
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.mmproj import Mmproj, open_beside
+from sdk.loaders.mmproj_files import beside
 from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
 from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
@@ -51,6 +51,9 @@ from sdk.quant.online import LAYER_TABLES
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Weight, weight_of
+
+if TYPE_CHECKING:
+    from sdk.loaders.mmproj import Mmproj
 
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
@@ -90,10 +93,14 @@ class GgufCheckpoint:
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
         self._images: Mmproj | None = None
-        if mmproj is not None:
-            self._images = Mmproj(mmproj, self._file, self.config)
-        elif not text_only:
-            self._images = open_beside(path, self._file, self.config)
+        if mmproj is not None or (not text_only and beside(path)):
+            from sdk.loaders.mmproj import Mmproj, open_beside  # with a model that reads images
+
+            file, config = self._file, self.config
+            own = (
+                open_beside(path, file, config) if mmproj is None else Mmproj(mmproj, file, config)
+            )
+            self._images = own
         self.processor: Mapping[str, Any] = {}
         self._pulled: set[str] = set()
         self._done = 0

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ctypes import Array, addressof, c_void_p
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.expert_cache import ExpertCache, ExpertGroup
 from sdk.kernels.cpu.library import (
     EmbeddingArgs,
     ExpertsArgs,
@@ -36,6 +36,9 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.routes import Routes
+
+if TYPE_CHECKING:
+    from sdk.kernels.cpu.expert_cache import ExpertCache, ExpertGroup
 
 #: Torch types of plain values.
 _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -54,7 +54,12 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         frames=vision.count("temporal_patch_size", 64, default=2),
         sections=text_sections(whole, text, (16, 24, 24)),
         window=window * merge,
-        full=ascending_layers(vision, "fullatt_block_indexes", tower.num_layers, (7, 15, 23, 31)),
+        # transformers' default names layers that a smaller tower does not have
+        full=tuple(
+            layer
+            for layer in ascending_layers(vision, "fullatt_block_indexes", 512, (7, 15, 23, 31))
+            if layer < tower.num_layers
+        ),
         mean=CLIP_MEAN,
         std=CLIP_STD,
     )

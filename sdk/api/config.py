@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from sdk.api.errors import QuantizationError, RequestError, SdkError
 from sdk.api.flags import check_flags
-from sdk.api.image_hosts import ImageFetcher
-from sdk.api.image_options import MAX_IMAGES, image_options
+from sdk.api.image_options import MAX_IMAGES, ImageFetcher, image_options
 from sdk.api.memory_pool import MemoryPool
 from sdk.api.option_ranges import CHOICES, COUNTS, SHORT_FOR
 from sdk.api.remote_workers import RemoteWorkers

@@ -15,15 +15,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
-
-#: Gets a URL and returns the bytes of the file there: ``LLM(image_fetcher=...)``.
-ImageFetcher: TypeAlias = Callable[[str], bytes]
 
 #: 32 MiB: a photo of 100 megapixels as JPEG has 30.
 MAX_IMAGE_BYTES = 2**25

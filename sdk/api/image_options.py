@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 
+#: Gets a URL and returns the bytes of the file there: ``LLM(image_fetcher=...)``.
+ImageFetcher: TypeAlias = Callable[[str], bytes]
 #: Images of a prompt, as in vLLM.
 MAX_IMAGES = 999
 

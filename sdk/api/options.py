@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from sdk.api.config import EngineConfig, ProgressCallback
-from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import ImageFetcher
 from sdk.api.memory_pool import MemoryPool
 from sdk.api.near_misses import option_of_a_call
 from sdk.api.other_names import ENGINE, without_effect

@@ -17,7 +17,6 @@ from sdk.memory import resolve
 from sdk.memory.image_memory import ImageMemory
 from sdk.memory.weights import held_bytes
 from sdk.models.config import ModelConfig
-from sdk.models.vision.memory import tower_bytes, workspace_bytes
 from sdk.quant.checkpoint import Checkpoint
 
 #: The image cache takes this much, or one image of the largest size if that is more.
@@ -63,6 +62,8 @@ def image_memory(
         )
     if vision is None or why is not None:
         return None
+    from sdk.models.vision.memory import tower_bytes, workspace_bytes  # with images
+
     tokens = min(vision.max_tokens, config.max_model_len or min(model.max_position, _MOST_TOKENS))
     tokens = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     patches = min(vision.max_patches, math.ceil(vision.max_patches * tokens / vision.max_tokens))

@@ -19,7 +19,7 @@ from sdk.quant.tokenizer import ImageTexts, Tokenizer
 
 if TYPE_CHECKING:
     from sdk.api.config import EngineConfig
-    from sdk.api.image_hosts import ImageFetcher
+    from sdk.api.image_options import ImageFetcher
     from sdk.images.processors import ImageProcessor
 
 #: Parts of a message's content that are images; the last one is vLLM's.

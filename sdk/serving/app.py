@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from sdk import __version__
 from sdk.api.flags import check_flags
-from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import ImageFetcher
 from sdk.serving.access import Access, Open, Role
 from sdk.serving.anthropic import messages as anthropic
 from sdk.serving.endpoint import Endpoint, Handler, Services

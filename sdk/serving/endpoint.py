@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
-from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import ImageFetcher
 from sdk.api.outputs import RequestOutput
 from sdk.serving.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
 from sdk.serving.errors import INTERNAL, STOPPING, problem_of

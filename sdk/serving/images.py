@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdk.api.errors import RequestError
-from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import ImageFetcher
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompt_images import ImageReader, image_parts
 

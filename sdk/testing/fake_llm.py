@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.api.config import EngineConfig
 from sdk.api.display import html_table
 from sdk.api.errors import RequestError
-from sdk.api.image_hosts import ImageFetcher
+from sdk.api.image_options import ImageFetcher
 from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import PolicyName, SchedulingPolicy

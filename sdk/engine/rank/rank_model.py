@@ -19,11 +19,11 @@ from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, Tensors
-from sdk.models.vision.tower import Tower, build_tower
 from sdk.quant.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from sdk.engine.weight_cache.store import WeightStore
+    from sdk.models.vision.tower import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class RankModel:
                 )
                 tower = None
                 if config.image_rows:
+                    from sdk.models.vision.tower import build_tower
+
                     tower = build_tower(checkpoint, mesh, ops, config=values)
             classifier = classifier_of(values)
             size, score_head = model.config.hidden_size, None
@@ -116,6 +118,8 @@ class RankModel:
             )
             tower = None
             if self.tower is not None:
+                from sdk.models.vision.tower import build_tower
+
                 tower = build_tower(
                     headers, mesh, ops, config=values, shared=_tower_tensors(self.tower)
                 )

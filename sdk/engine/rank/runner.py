@@ -19,7 +19,6 @@ from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.experts import MovingExperts, all_record
 from sdk.engine.rank.forward import ForwardPasses
-from sdk.engine.rank.images import ImageCache, ImageInputs
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
@@ -49,6 +48,7 @@ from sdk.structured.library import GrammarError
 if TYPE_CHECKING:
     from sdk.engine.rank.adapters import RankAdapters
     from sdk.engine.rank.drafting_model import DraftingModel
+    from sdk.engine.rank.images import ImageCache, ImageInputs
 
 
 class ModelRunner:
@@ -93,6 +93,8 @@ class ModelRunner:
         #: The rows of images, on ranks that embed tokens.
         self.images: ImageCache | None = None
         if weights.tower is not None:
+            from sdk.engine.rank.images import ImageCache
+
             self.images = ImageCache(weights.tower, config.image_rows, self.ops)
         heads, spec = mesh.heads(facts.num_heads, facts.num_kv_heads).count, self.kv.spec
         self._inputs = StepInputs(
@@ -139,6 +141,8 @@ class ModelRunner:
         config, vision = self.config, self.model.config.vision
         if not config.image_rows or vision is None:
             return None
+        from sdk.engine.rank.images import ImageInputs
+
         most, device = config.max_num_batched_tokens, self.ops.device
         return ImageInputs(vision, most, device, self.images)
 

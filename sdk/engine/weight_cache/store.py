@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from sdk.engine.weight_cache.weights_key import weights_key
 from sdk.engine.weight_cache.writer import NotKept, WeightWriter
 from sdk.kernels.bound import BoundLinear
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.cpu.packed_record import bound_of, record_of, tensor_of
 from sdk.kernels.cpu.weight_map import PIECE, WeightMap
 from sdk.kernels.errors import KernelError
@@ -36,6 +35,9 @@ from sdk.models.parts import Matrix, Tensors
 from sdk.quant import weight_record
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from sdk.kernels.cpu.expert_cache import ExpertCache
 
 #: What a file that others wrote may make of its reader, besides our own errors.
 _UNREADABLE = (
@@ -353,6 +355,8 @@ def _read(
     runtime = backend.runtime
     try:
         if config.expert_bytes:
+            from sdk.kernels.cpu.expert_cache import ExpertCache
+
             store.experts = ExpertCache(
                 runtime, file, str(path), config.expert_bytes, config.least_experts
             )
