@@ -45,7 +45,7 @@ from sdk.models.architecture import (
     states_everything,
 )
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
-from sdk.models.vision.family import PROCESSOR, VISION, WHOLE
+from sdk.models.vision.family import PROCESSOR, VISION, WHOLE, vision_of
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
@@ -522,9 +522,21 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     _check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)
-    if states_everything(ours):
-        return {**ours, **vision}
-    return {**with_our_keys(filled_by_transformers(given, source)), **vision}
+    if not states_everything(ours):
+        ours = with_our_keys(filled_by_transformers(given, source))
+    return _with_vision({**ours, **vision}, source)
+
+
+def _with_vision(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The config whose vision part has the defaults of its class, if it leaves out what is read."""
+    if VISION not in config:
+        return config
+    try:
+        vision_of(config)
+    except CheckpointError:
+        whole = {**config[WHOLE], VISION: config[VISION]}
+        return {**config, VISION: filled_by_transformers(whole, source)[VISION]}
+    return config
 
 
 def filled_by_transformers(given: dict[str, Any], source: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     :raises CheckpointError: names the field, what was expected and what was found.
     """
     whole, vision = config.get(WHOLE, config), config.get(VISION)
-    if not isinstance(whole, Mapping) or not isinstance(vision, Mapping):
+    if not isinstance(whole, Mapping) or not isinstance(vision, Mapping) or not vision:
         return None
     own = family(whole.get("model_type"))
     if own is None:

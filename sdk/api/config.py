@@ -93,7 +93,7 @@ class EngineConfig:
     mmproj: str | None = None
     limit_mm_per_prompt: Mapping[str, int] | None = None
     image_fetcher: ImageFetcher | None = None
-    allowed_local_media_path: str | None = None
+    allowed_local_media_path: str = ""
     disable_additional_properties: bool = False
     kv_cache_dtype: str = "auto"
     kv_policy: str | None = None

@@ -30,7 +30,9 @@ def image_options(limits: object, fetcher: object, folder: object) -> dict[str, 
             "image_fetcher: expected a function from a URL to bytes, such as "
             f"sdk.ImageHosts([...]), found {safe_repr(fetcher)}"
         )
-    if folder is not None:
+    if folder is None:
+        made["allowed_local_media_path"] = ""
+    elif folder != "":
         if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
             raise RequestError(
                 f"allowed_local_media_path: expected a folder, found {safe_repr(folder)}"

@@ -124,8 +124,8 @@ class EngineOptions(TypedDict, total=False):
     image_fetcher: ImageFetcher | None
     """A function that gets a URL and returns the bytes of the image there, such as
     `sdk.ImageHosts(["img.example.org"])`. Default: none."""
-    allowed_local_media_path: str | os.PathLike[str] | None
-    """A folder: `image_url` may name files in it. Default: none."""
+    allowed_local_media_path: str | os.PathLike[str]
+    """A folder: `image_url` may name files in it. Default: `""`."""
     disable_additional_properties: bool
     """In every structured answer and tool call, objects that list properties have no others.
     Default: `False`."""

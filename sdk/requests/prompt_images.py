@@ -59,7 +59,7 @@ class ImageReader:
             token_id,
             most=config.most_images,
             fetch=config.image_fetcher,
-            folder=config.allowed_local_media_path,
+            folder=config.allowed_local_media_path or None,
         )
 
     # ---- images as callers give them -------------------------------------------------------------

@@ -72,13 +72,17 @@ class PromptLimits:
         ``images``: those in it, which nobody can shorten.
         """
         left = f" and {room} must be left for the answer" if room else ""
-        kept = "end" if room else "beginning"
-        advice = f", or set truncate_prompt_tokens=-1 to keep its {kept}"
-        what, advice = ("", advice) if not images else (f", {described(images)}", "")
-        shorter = "shorten it" if not images else "send fewer or smaller images"
+        if images:
+            size = f"{count} tokens, {described(images)}"
+            advice = "send fewer or smaller images or raise max_model_len"
+        else:
+            kept, size = "end" if room else "beginning", f"{count} tokens"
+            advice = (
+                "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its "
+                f"{kept}"
+            )
         return RequestError(
-            f"prompt: {about}{count} tokens{what}, but the context holds {self.max_model_len}"
-            f"{left}; {shorter}{',' if advice else ' or'} raise max_model_len{advice}"
+            f"prompt: {about}{size}, but the context holds {self.max_model_len}{left}; {advice}"
         )
 
 

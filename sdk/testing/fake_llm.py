@@ -85,7 +85,7 @@ class FakeLLM(LLM):
         images: bool = False,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         image_fetcher: ImageFetcher | None = None,
-        allowed_local_media_path: str | PathLike[str] | None = None,
+        allowed_local_media_path: str | PathLike[str] = "",
     ) -> None:
         for name, value in (
             ("seconds_per_token", seconds_per_token),

@@ -10,6 +10,7 @@ import pytest
 import transformers
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
+from sdk.loaders.hf_folder import complete_config
 from sdk.models.config import ModelConfig
 from sdk.models.vision.family import FAMILIES, families, vision_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -163,6 +164,15 @@ def test_every_family_is_found_by_the_types_that_it_names() -> None:
         assert found is not None and found.tower.num_layers in (2, 3) and found.hidden_size == 64
         ends = 0 if not found.pictures else 8 * 3  # of rows of tokens
         assert found.token_id == 90 and found.max_patches + ends >= found.max_tokens >= 1
+
+
+def test_what_a_vision_config_leaves_out_has_the_default_of_its_class() -> None:
+    config = config_of("smolvlm")
+    for key, value in (("intermediate_size", 3072), ("num_hidden_layers", 12)):
+        del config["vision_config"][key]
+        found = ModelConfig.from_dict(complete_config(config, "config.json")).vision
+        assert found is not None
+        assert getattr(found.tower, key.replace("hidden_layers", "layers")) == value
 
 
 @pytest.mark.parametrize("text", ["qwen3", "gemma3_text"])

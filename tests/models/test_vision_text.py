@@ -142,7 +142,9 @@ def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> 
     with sdk.LLM(tmp_path, skip_tokenizer_init=True, max_model_len=64) as llm:
         [output] = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
         assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
-        assert any("vis" in warning for warning in llm.load_warnings)
+        # a tower that runs is taken, whether the prompt has images or not
+        runs = llm.model_config.vision is not None
+        assert any("vis" in warning for warning in llm.load_warnings) != runs
 
 
 def test_a_file_of_muse_glimmer_has_the_logits_of_the_folder(tmp_path: Path) -> None:

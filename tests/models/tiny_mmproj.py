@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sdk.models.vision.family import vision_of
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, GgufBytes, gguf_of, save_gguf
 
 #: For each family the architecture of the text, the projector, the name of an image's token, and
@@ -158,6 +159,8 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         "clip.projector_type": (STRING, projector),
         f"clip.{activation}": (BOOL, True),
     }
+    colors = vision_of(model.config.to_dict())
+    assert colors is not None
     facts: dict[str, tuple[int, Any]] = {
         "projection_dim": (U32, model.config.text_config.hidden_size),
         "image_size": (U32, side),
@@ -167,8 +170,8 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         "block_count": (U32, layers),
         "attention.head_count": (U32, vision.num_attention_heads),
         "attention.layer_norm_epsilon": (F32, 1e-5 if name == "mistral3" else 1e-6),
-        "image_mean": (ARRAY, (F32, [0.5] * 3)),
-        "image_std": (ARRAY, (F32, [0.5] * 3)),
+        "image_mean": (ARRAY, (F32, list(colors.mean))),
+        "image_std": (ARRAY, (F32, list(colors.std))),
     }
     facts |= _own_facts(model, name)
     file.metadata |= {f"clip.vision.{key}": value for key, value in facts.items()}

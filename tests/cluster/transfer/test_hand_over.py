@@ -158,8 +158,9 @@ def test_page_sizes_may_differ(tiny_path: Path, sizes: tuple[int, int], usable: 
 
 
 def test_layers_with_sliding_windows_are_handed_over(golden: Path) -> None:
+    """Where windows keep all tokens, as they do with ``prefill_replicas``."""
     prompt = [3 + 7 * i % 200 for i in range(70)]
-    with pair(golden / "arch-gemma3" / "hf") as two:
+    with pair(golden / "arch-gemma3" / "hf", swap_space="1MiB") as two:
         alone = _alone(two.b, prompt)
         assert two.hand_over(prompt).num_tokens == USABLE
         assert facts(answer(two.b, prompt)) == alone

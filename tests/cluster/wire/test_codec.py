@@ -25,6 +25,8 @@ from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
     Duplicate,
+    EncodedImage,
+    Encoding,
     Frames,
     Move,
     Pooling,
@@ -38,6 +40,7 @@ from sdk.engine.plan import (
 from sdk.engine.rank.adapters import add_parts, write_slot
 from sdk.engine.rank.kv_transfer import LayerKV, read_layer
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
+from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 from sdk.sampling.resolved import ResolvedParams
@@ -95,6 +98,7 @@ plans = st.builds(
     tuples(st.tuples(ids, st.builds(Frames, small, small, many))),
     tuples(st.builds(StateSave, ids, small, small)),
     tuples(many),
+    st.none() | st.builds(Encoding, st.just(()), small),
 )
 values = st.recursive(
     st.none()
@@ -182,6 +186,19 @@ def test_a_bfloat16_tensor_and_types_of_records_come_back() -> None:
     spec = KVSpec(2, 1, 64, 16, "float16")
     _, (_, back, kept) = CODEC.decode(CODEC.encode((read_layer, (3, stored, spec))))
     assert (back.rows == stored.rows).all() and kept == spec
+
+
+def test_images_come_back_with_their_pixels() -> None:
+    pixels = np.arange(2 * 4 * 3, dtype="uint8").reshape(2, 4, 3)
+    image = ImageInput((pixels,), ((1, 2),), 2, b"digest", (20, 40))
+    spec = SequenceSpec("a", SamplingParams(), images=(PromptImage(image, ((3, 2),)),))
+    plan = StepPlan(1, encoding=Encoding((EncodedImage(image, (4, 5)),), 7))
+    own, found = CODEC.decode(CODEC.encode((spec, plan)))
+    [encoded], [placed] = found.encoding.begin, own.images
+    assert encoded.blocks == (4, 5) and found.encoding.units == 7 and placed.spans == ((3, 2),)
+    for one in (encoded.image, placed.image):
+        assert type(one) is ImageInput and one[1:] == image[1:]
+        assert one.tiles[0].dtype == np.uint8 and (one.tiles[0] == pixels).all()
 
 
 def test_a_config_comes_back_and_its_drafting_weights_without_those_of_a_head() -> None:

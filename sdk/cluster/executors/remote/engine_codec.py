@@ -11,6 +11,8 @@ from sdk.engine.executor import RankCall
 from sdk.engine.pages import elastic
 from sdk.engine.plan import (
     Duplicate,
+    EncodedImage,
+    Encoding,
     Frames,
     Move,
     Pooling,
@@ -23,6 +25,7 @@ from sdk.engine.plan import (
 )
 from sdk.engine.rank import adapters, kv_transfer, page_rows
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
+from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 
@@ -32,6 +35,7 @@ PROTOCOL = "embedlm-ranks/3"
 _WHOLE: tuple[type[Any], ...] = (
     *(StepPlan, StepRow, RequestStart, Frames, StateSave),
     *(Pooling, Swap, Move, Duplicate, RankCall),
+    *(Encoding, EncodedImage, PromptImage, ImageInput),
     *(RunnerConfig, KVSpec, kv_transfer.LayerKV, page_rows.RankRows, LowRank),
 )
 #: Only rank 0 samples and drafts: the others need to know that there are drafts, and which logits
