@@ -172,6 +172,11 @@ def run_rows(short: torch.dtype) -> None:
     elementwise.Places().run(batch_of([3, 1], 9))
     angles = torch.zeros(4, 64), torch.zeros(4, 64)
     rope.RopeAngles().run(torch.zeros(4, dtype=torch.int64), torch.zeros(64), 1.0, *angles)
+    axes = torch.zeros(64, dtype=torch.int32)  # of a model that reads images
+    rope.RopeAngles().run(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(64), 1.0, *angles, axes)
+    for add in (False, True):
+        index = torch.zeros(4, dtype=torch.int32)
+        elementwise.PlaceRows().run(torch.zeros(4, 1152), torch.zeros(8, 2304), index, add)
 
 
 def run_experts(short: torch.dtype) -> None:
