@@ -213,7 +213,7 @@ class TextTokenizer(ABC):
 
         check_conversation(messages, tools, kwargs, images=image_texts is not None)
         guard = self._guard(self._made_guard)
-        if image_texts is not None:  # also where the placeholder is no control token
+        if image_texts is not None:  # also where the placeholder is not a control token
             guard = guard.with_spelling(image_texts.placeholder)
         outside: dict[str, Any] = {"messages": messages, "tools": tools, **kwargs}
         breaker = guard.choose_breaker(outside, self.template_source(chat_template, tools))

@@ -51,7 +51,7 @@ def _derived(config: dict[str, Any]) -> None:
         config["mlp_layer_types"] = ["sparse" if one else "dense" for one in each]
     if isinstance(layers, int) and config.get("mlp_layer_types") is None:
         config["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1)]
-    if config.get("sliding_window_size") is not None:  # so many before the token itself
+    if config.get("sliding_window_size") is not None:  # this many before the token itself
         config["sliding_window"] = config["sliding_window_size"] + 1
     if config.get("attention_output_factor", 1.0) is None:
         config["attention_output_factor"] = 1.0

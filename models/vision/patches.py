@@ -41,7 +41,7 @@ def places(shape: tuple[int, int], merge: int) -> Places:
 
 #: A tile uint8 ``[height, width, 3]`` and its patches.
 Tile = tuple[NDArray[np.uint8], Places]
-#: Tiles run together up to so many patches, or one alone: more would need memory and no less time.
+#: Up to this many patches run together, or one tile alone: more need memory and no less time.
 GROUP = 4096
 
 

@@ -68,7 +68,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
 def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every so many layers one sees whole images; windows are those of all published models."""
+    """Some layers, at equal distances, see whole images; windows are as in all published models."""
     layers, every = common["num_hidden_layers"], keys.count("n_wa_pattern", 512)
     full = [layer for layer in range(layers) if (layer + 1) % every == 0]
     window = keys.count("window_size", 1 << 16, default=112)

@@ -66,7 +66,7 @@ def array_pixels(source: Any, name: str, limits: ImageLimits) -> NDArray[np.uint
 
 
 def _channel_axis(shape: tuple[int, ...], *, first: bool) -> int | None:
-    """Where the channels are, 2 if there is no axis of them; None if this is no image."""
+    """Where the channels are, 2 if no axis has them; None if this is not an image."""
     if len(shape) == 2:
         return 2
     if len(shape) != 3:

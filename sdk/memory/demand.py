@@ -335,7 +335,7 @@ def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
 def with_experts(
     demand: MemoryDemand, config: EngineConfig, limits: MemoryLimits, threads: int
 ) -> MemoryDemand:
-    """The demand if experts for which there is no room are read from the cache of weights."""
+    """The demand if experts that have no room are read from the cache of weights."""
     experts, model = demand.weights.experts, demand.model
     if not config.weight_cache or experts is None or why_all_stay(config, model):
         return demand

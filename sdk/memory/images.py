@@ -23,7 +23,7 @@ from sdk.quant.checkpoint import Checkpoint
 _CACHE_BYTES = 64 * 2**20
 #: More images of the largest size are not kept.
 _MOST_IMAGES = 64
-#: Without a ``max_model_len`` the largest image has so many tokens at most.
+#: Without a ``max_model_len`` the largest image has this many tokens at most.
 _MOST_TOKENS = 4096
 #: The workspace of the tower is at most this, and a tile at most as large as fits.
 _WORKSPACE_BYTES = 2**30

@@ -83,7 +83,7 @@ def share_memory(
 def least_for_one(
     demand: MemoryDemand, pages: int, step_tokens: int
 ) -> tuple[tuple[WindowGroup, ...], StateSlots | None]:
-    """The frames and slots that one request of so many pages needs at least, as
+    """The frames and slots that one request of this many pages needs at least, as
     ``cache_of_request`` counts them."""
     step, claims = -(-step_tokens // demand.page_size), frames_of_request(demand, pages)
     windows = tuple(

@@ -55,7 +55,7 @@ def lfm2(pixels: np.ndarray[Any, Any], **keys: Any) -> tuple[list[np.ndarray[Any
 
 
 def pixtral(rows: int, columns: int) -> str:
-    """The text of an image of Pixtral with so many tokens."""
+    """The text of an image of Pixtral with this many tokens."""
     from transformers.models.pixtral import PixtralProcessor
 
     this = SimpleNamespace(

@@ -41,7 +41,7 @@ class Counting:
 
 
 def planned(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> int:
-    """What the plan's workspace has for the activations of so many tokens."""
+    """What the plan's workspace has for the activations of this many tokens."""
     demand = MemoryDemand(
         weights=WeightBytes(0, 0, 0),
         model=config,

@@ -27,7 +27,7 @@ from tests.models.conftest import Paged, prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 
 Load = Callable[..., Any]
-#: What published folders leave plain, besides what is no matrix.
+#: What published folders leave plain, besides what is not a matrix.
 _PLAIN = re.compile(
     r"embed|lm_head|norm|conv1d|\.conv\.|in_proj_a\b|in_proj_b\b|in_proj_ba|\.gate\.|router"
     r"|shared_expert_gate|\.a_proj|\.b_proj|latent"

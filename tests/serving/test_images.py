@@ -196,7 +196,7 @@ def test_limits_of_bodies_count_images_apart_from_texts(serve: Serve) -> None:
     assert found.error["message"] == "images: expected at most 2 images in one request, found 3"
     three = {**ollama, "images": [PLAIN] * 3}
     assert client.post("/api/chat", {"model": "tiny", "messages": [three]}).status == 400
-    # what looks like an image and has a text is no image
+    # what looks like an image and has a text is not one
     for message in (
         {"type": "image_url", "role": "user", "content": "x" * 60},
         {"role": "user", "content": [{"type": "image", "text": "x" * 60}]},

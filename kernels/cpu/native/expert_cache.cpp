@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int64_t kBlock = 4096;  // of a disk, at most
-// A use counts half after so many tokens: a paragraph or two.
+// After this many tokens a use counts half: a paragraph or two.
 constexpr double kHalfLife = 128.0;
 constexpr double kGrowth = 1.0 + 0.6931471805599453 / kHalfLife;  // about 2^(1 / kHalfLife)
 // A prompt says more of what comes than a token does, but not for longer than this many.

@@ -113,7 +113,7 @@ class Budget:
             self._obtain_one(index, count, needs)
 
     def grow(self, nbytes: int) -> None:
-        """There are so many bytes more."""
+        """This many more bytes are there."""
         if self.nbytes is not None:
             self.nbytes += nbytes
 

@@ -12,7 +12,7 @@ BLOCK_ROWS = 16
 #: Patches of the tiles that the tower runs together, unless one has more (models/vision/patches.py;
 #: a test compares them).
 GROUP_PATCHES = 4096
-#: Images are encoded together up to so many patches: beyond it a product computes for longer than
+#: Images are encoded together up to this many patches: beyond it a product computes for longer than
 #: it reads the weights.
 JOINT_PATCHES = 1024
 
