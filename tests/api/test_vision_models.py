@@ -22,6 +22,7 @@ from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running
 from tests.vision_prompts import (
     GEMMA,
+    LLAVA,
     QWEN,
     Family,
     picture,
@@ -40,6 +41,10 @@ QWEN_4 = QWEN._replace(
         "patch_size": 4,
         "size": {"shortest_edge": 64, "longest_edge": 8 * 8 * 24},
     }
+)
+LLAVA_56 = LLAVA._replace(
+    config={**LLAVA.config, "vision_config": {"image_size": 56, "patch_size": 7}},
+    size={"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
 )
 SEVERAL = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Compare with"}]},
@@ -80,7 +85,9 @@ def write_model(family: Family, folder: Path) -> None:
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@pytest.fixture(scope="module", params=[GEMMA_56, QWEN_4], ids=["gemma3", "qwen2_5_vl"])
+@pytest.fixture(
+    scope="module", params=[GEMMA_56, QWEN_4, LLAVA_56], ids=["gemma3", "qwen2_5_vl", "llava"]
+)
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Family, Path]:
