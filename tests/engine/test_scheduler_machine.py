@@ -590,3 +590,19 @@ def test_any_sequence_of_events_keeps_books_answers_and_order(machine, sequences
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_negative_prompt_leaves_no_state_that_is_ahead_of_its_tokens(machine):
+    """The second request begins like the negative prompt of the first one, which ends while its
+    last step is committed."""
+    state = machine()
+    sizes = {"page_size": 8, "pages": 3, "max_model_len": 8, "max_num_seqs": 2, "budget": 2}
+    kinds = {"windows": [], "slot_bytes": 30, "memory": None, "groups": True, "bits": (16,)}
+    rest = {"chunked": True, "caching": True, "policy": "fcfs", "aging": 0.5, "short": 1}
+    rest |= {"eviction": "lru", "eos": False, "swap": 0, "in_flight": 1, "drafts": 0}
+    state.start(**sizes, **kinds, **rest, min_concurrent_tokens=0)
+    plain = dict.fromkeys(("deadline", "kv_min_bits", "max_tokens", "salt", "tenant"))
+    plain |= {"prompt_logprobs": None, "kind": "generate", "min_tokens": 0, "priority": 0}
+    state.add(count=2, negative=[0], runs=[0], tail=[0, 0], rewinds=True, **plain)
+    state.step(times=4)
+    state.teardown()
