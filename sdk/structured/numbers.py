@@ -126,7 +126,22 @@ def _rewrite_range(schema: Schema, document: Document) -> None:
         others = {"type": ["null", "boolean", "string", "array", "object"]}
         also(schema, bounds if named == {"number"} else {"anyOf": [bounds, others]})
         return
+    if step and not whole:
+        bounds = _spelled(_beyond(low, step, 1), _beyond(high, step, -1), whole, spelled) or bounds
     schema.update(bounds)
+
+
+def _beyond(end: _End | None, step: Fraction, sign: int) -> _End | None:
+    """A bound of multiples of ``step``, half a step further out if it has fewer digits than they
+    have: the library writes 0.5 as 0.50 among multiples of 0.25, but not where a range ends."""
+    if end is None or end.value.denominator == 1 or _digits(end.value) >= _digits(step):
+        return end
+    return _End(end.value - sign * step / 2)
+
+
+def _digits(value: Fraction) -> int:
+    """After the decimal point, of a number that has a finite number of them."""
+    return max(-int(decimal.Decimal(str(float(value))).normalize().as_tuple().exponent), 0)
 
 
 class _End(NamedTuple):
