@@ -552,9 +552,8 @@ class Decoder:
         """Those of a rotary embedding."""
         if self.axes is None or batch.shifts is None:
             return rope.cos_sin(batch.positions, self.ops)
-        axes = self.axes[
-            : len(rope.inv_freq)
-        ]  # of part of a head, or of a layer that turns nothing
+        # of a part of the head, or of nothing
+        axes = self.axes[: len(rope.inv_freq)]
         return rope.cos_sin(batch.positions, self.ops, axes, batch.shifts)
 
     @property

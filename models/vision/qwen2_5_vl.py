@@ -6,24 +6,19 @@ transformers' modeling_qwen2_5_vl.py; Bai et al. 2025, arXiv 2502.13923.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sdk.models.architecture import LayerRules
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.vision.config import (
-    CLIP_MEAN,
-    CLIP_STD,
-    VisionConfig,
-    most_pixels,
-    square,
-    text_sections,
-)
+from sdk.models.config_fields import Fields
+from sdk.models.vision.config import VisionConfig, text_sections
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns
 from sdk.models.vision.qwen3_vl import (
     ascending_layers,
     pixel_range,
     projector,
+    qwen_config,
     qwen_tower,
     qwen_words,
 )
@@ -34,34 +29,21 @@ MOST_PIXELS = 16384 * 28 * 28
 
 def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
     tower = qwen_tower(vision, "silu")
-    hidden = text.count("hidden_size", MAX_WIDTH)
-    if (out := vision.count("out_hidden_size", MAX_WIDTH)) != hidden:
-        vision.fail("out_hidden_size", f"the text model's hidden_size, {hidden}", out)
-    patch, merge = square(vision, "patch_size"), vision.count("spatial_merge_size", 64, default=2)
-    most = most_pixels(whole, MOST_PIXELS) // patch**2
-    window = vision.count("window_size", 1 << 16, default=112) // (patch * merge)
+    common = qwen_config("qwen2_5_vl", tower, MOST_PIXELS, whole, vision, text)
+    unit = common.patch * common.merge
+    window = vision.count("window_size", 1 << 16, default=112) // unit
     if not window:
-        vision.fail("window_size", f"at least {patch * merge} pixels", vision.values["window_size"])
-    return VisionConfig(
-        "qwen2_5_vl",
-        tower,
-        patch,
-        hidden,
-        token_id=whole.count("image_token_id", 1 << 24, default=151655),
-        max_patches=most,
-        max_tokens=most // merge**2,
-        merge=merge,
-        frames=vision.count("temporal_patch_size", 64, default=2),
+        vision.fail("window_size", f"at least {unit} pixels", vision.values["window_size"])
+    return replace(
+        common,
         sections=text_sections(whole, text, (16, 24, 24)),
-        window=window * merge,
+        window=window * common.merge,
         # transformers' default names layers that a smaller tower does not have
         full=tuple(
             layer
             for layer in ascending_layers(vision, "fullatt_block_indexes", 512, (7, 15, 23, 31))
             if layer < tower.num_layers
         ),
-        mean=CLIP_MEAN,
-        std=CLIP_STD,
     )
 
 

@@ -8,6 +8,7 @@ the tower to the first layers of the text model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
@@ -53,16 +54,18 @@ def qwen_tower(vision: Fields, activation: str) -> EncoderSpec:
     )
 
 
-def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
-    tower = qwen_tower(vision, "gelu_pytorch_tanh")
+def qwen_config(
+    family: str, tower: EncoderSpec, most: int, whole: Fields, vision: Fields, text: Fields
+) -> VisionConfig:
+    """What Qwen's families have in common. ``most``: pixels of the largest image, where the
+    checkpoint does not say it."""
     hidden = text.count("hidden_size", MAX_WIDTH)
     if (out := vision.count("out_hidden_size", MAX_WIDTH)) != hidden:
         vision.fail("out_hidden_size", f"the text model's hidden_size, {hidden}", out)
     patch, merge = square(vision, "patch_size"), vision.count("spatial_merge_size", 64, default=2)
-    new = str(whole.values.get("model_type")).startswith("qwen3_5")
-    most = most_pixels(whole, MOST_PIXELS) // patch**2
+    most = most_pixels(whole, most) // patch**2
     return VisionConfig(
-        "qwen3_vl",
+        family,
         tower,
         patch,
         hidden,
@@ -71,12 +74,21 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_tokens=most // merge**2,
         merge=merge,
         frames=vision.count("temporal_patch_size", 64, default=2),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+    )
+
+
+def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
+    tower = qwen_tower(vision, "gelu_pytorch_tanh")
+    common = qwen_config("qwen3_vl", tower, MOST_PIXELS, whole, vision, text)
+    new = str(whole.values.get("model_type")).startswith("qwen3_5")
+    return replace(
+        common,
         deepstack=ascending_layers(vision, "deepstack_visual_indexes", tower.num_layers),
         sections=text_sections(whole, text, SECTIONS[new]),
         interleaved=True,
         positions=vision.count("num_position_embeddings", 1 << 24),
-        mean=CLIP_MEAN,
-        std=CLIP_STD,
     )
 
 

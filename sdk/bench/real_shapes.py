@@ -472,8 +472,8 @@ def _a3b(layers: int, *, skewed: bool = False) -> Experts:
 
 
 #: By name of the bench's model. LLaMA.cpp takes a model of 27 layers for DeepSeek V2 Lite; with all
-#: of its 64 experts the file would have 10 GB. ``random-30b-a3b`` has 18 GB, and 2.7 with 6 of its
-#: 48 layers.
+#: of its 64 experts the file would be 10 GB. ``random-30b-a3b`` is 18 GB, or 2.7 GB with 6 layers
+#: of its 48.
 REAL_SHAPES: Mapping[str, RealShape] = {
     "random-qwen3.5-0.8b": DeltaNet(1024, 24, 8, 2, 3584, v_heads=16),
     "random-qwen3.5-4b": DeltaNet(2560, 32, 16, 4, 9216, v_heads=32),

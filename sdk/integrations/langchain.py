@@ -1,7 +1,7 @@
 """LangChain's chat model, embeddings and reranker on an :class:`sdk.LLM` in this process.
 
 ``pip install langchain-core``. Chains that run at the same time, in threads or tasks, share the
-steps of the engine: eight of them take little longer than one. ``docs/integrations.md`` shows it.
+steps of the engine. ``docs/guides/frameworks.md`` shows it.
 """
 
 from __future__ import annotations

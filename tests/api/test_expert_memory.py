@@ -233,7 +233,7 @@ def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
 
 
 class _Mixed:
-    """Gate and up of an expert have different types, so they are no single matrix."""
+    """Gate and up of an expert have different types, so they cannot be one matrix."""
 
     architecture = SHAPE.architecture
 

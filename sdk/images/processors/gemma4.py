@@ -24,12 +24,7 @@ class Gemma4Processor(ImageProcessor):
     placeholder = "<|image|>"
 
     def __init__(self, settings: Settings) -> None:
-        patch = settings.patch(settings.number("patch_size", 16))
-        pooled = settings.number("pooling_kernel_size", 3)
-        pooled = settings.number("pooling_kernel_size", pooled, of=settings.vision)
-        for key, tower in (("patch_size", patch), ("pooling_kernel_size", pooled)):
-            if (named := settings.number(key, tower)) != tower:
-                raise settings.invalid(key, named, f"the tower's, {tower}")
+        patch, pooled = settings.patches_joined(16, 3, "pooling_kernel_size")
         self._factor = patch * pooled
         self._resample = settings.resample(BICUBIC)
         self.most_tokens = settings.number("max_soft_tokens", 280)

@@ -26,12 +26,7 @@ class QwenProcessor(ImageProcessor):
     written = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def __init__(self, settings: Settings) -> None:
-        patch = settings.patch(settings.number("patch_size", 14))
-        merge = settings.number("merge_size", 2)
-        merge = settings.number("spatial_merge_size", merge, of=settings.vision)
-        for key, tower in (("patch_size", patch), ("merge_size", merge)):
-            if (named := settings.number(key, tower)) != tower:
-                raise settings.invalid(key, named, f"the tower's, {tower}")
+        patch, merge = settings.patches_joined(14, 2, "merge_size", "spatial_merge_size")
         self._factor = patch * merge
         self._resample = settings.resample(BICUBIC)
         size = settings.sides("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})

@@ -104,6 +104,21 @@ class Settings:
             raise self.unsupported(key, sides, "equal sides")
         return next(iter(sides.values()))
 
+    def patches_joined(
+        self, patch: int, joined: int, key: str, of_tower: str | None = None
+    ) -> tuple[int, int]:
+        """The sides of a patch in pixels and of a token in patches, with these defaults. ``key``,
+        ``of_tower``: the names of the latter here and in the tower's config, which decides.
+
+        :raises CheckpointError: the processor's settings differ from the tower's.
+        """
+        patch = self.patch(self.number("patch_size", patch))
+        joined = self.number(of_tower or key, self.number(key, joined), of=self.vision)
+        for name, tower in (("patch_size", patch), (key, joined)):
+            if (named := self.number(name, tower)) != tower:
+                raise self.invalid(name, named, f"the tower's, {tower}")
+        return patch, joined
+
     def patch(self, default: int) -> int:
         """The patch size of the tower."""
         value = self.vision.get("patch_size")

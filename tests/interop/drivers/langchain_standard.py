@@ -45,7 +45,7 @@ class TestChat(ChatModelIntegrationTests):
     has_tool_choice = True
     supports_model_override = False
 
-    @pytest.mark.xfail(reason=TOO_SMALL)
+    @pytest.mark.xfail(reason=TOO_SMALL, strict=True)
     def test_agent_loop(self, model: Any) -> None:
         super().test_agent_loop(model)
 
