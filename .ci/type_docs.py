@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
         "Ops Backend Problem Choice BoundLinear Routes RouteRule RankExperts RankTokens "
         "KVType KVPages /sampling.Shape Change SampleBuffers AdapterTable Update MaskTasks "
         "Card Rounding Rounded Graph TorchTape Scratch Products StepGraphs PieceGraphs OnDisk "
-        "OnHost /groups.Group SharedGroup Link SharedLink",
+        "OnHost /groups.CollectiveGroup SharedGroup Link SharedLink",
     ),
     "Several processes": (
         ("sdk/cluster",),

@@ -37,7 +37,7 @@ from sdk.kernels.low_rank import Factors, Shape, Update
 from sdk.kernels.mlp_activations import NUMBERS
 from sdk.kernels.norm import Norm
 from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.reference.moe import Group
+from sdk.kernels.reference.moe import GroupByExpert
 from sdk.kernels.rounding import Rounded
 from sdk.kernels.routes import Routes
 from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape as RowShape, mask_of
@@ -253,7 +253,7 @@ def _group(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
 def _grouped(place: Place, experts: int, k: int) -> Routes:
     """Routes that the reference has filled."""
     host = empty_routes(place.on_host(), 9, experts, k)
-    Group().run(_chosen(experts, k), host)
+    GroupByExpert().run(_chosen(experts, k), host)
     return routes_on(place.device, host)
 
 

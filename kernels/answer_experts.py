@@ -17,7 +17,7 @@ from sdk.kernels.layouts import inputs_of
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.reference.moe import Group
+from sdk.kernels.reference.moe import GroupByExpert
 from sdk.kernels.self_check import LIMITS, away_from, ends_of
 
 #: Tokens of a step: one token, several, and, of few experts, so many that weights are dequantized.
@@ -59,7 +59,7 @@ def _distance(experts: Sequence[BoundLinear], bound: BoundExperts, tokens: int) 
     every = torch.arange(tokens)[:, None]
     chosen = ((every + torch.arange(k) * (count - 1)) % count).int().contiguous()
     routes = empty_routes(place.on_host(), tokens, count, k)
-    Group().run(chosen, routes)
+    GroupByExpert().run(chosen, routes)
     x = place.rows(tokens, bound.shape[1], seed=1)
     width = bound.shape[0]
     out = place.nan(tokens * k, width, dtype=context.activations)

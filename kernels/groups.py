@@ -7,7 +7,7 @@ from typing import Protocol
 from sdk.kernels.lazy_torch import Tensor
 
 
-class Group(Protocol):
+class CollectiveGroup(Protocol):
     """Moves tensors between ranks; every rank makes the same calls in the same order.
 
     Both methods raise :class:`sdk.kernels.errors.CollectiveError` if a rank is lost.

@@ -28,7 +28,7 @@ from sdk.kernels.checks import expect, expect_floats, expect_norm, expect_number
 from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Recording
-from sdk.kernels.groups import Group, Link
+from sdk.kernels.groups import CollectiveGroup, Link
 from sdk.kernels.head_norms import HeadNorms, QueryScale
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.latent import LatentOps
@@ -375,7 +375,7 @@ class Ops:
             self._kernel("clamp", (x,)).run(x, None, limit)
         return x
 
-    def all_reduce(self, x: Tensor, group: Group) -> Tensor:
+    def all_reduce(self, x: Tensor, group: CollectiveGroup) -> Tensor:
         """``x [T, N]`` becomes its sum over the ranks of ``group``; returns x."""
         expect_floats("all_reduce x", x, self.activations, None, None)
         if x.numel():
@@ -383,7 +383,7 @@ class Ops:
             self._exchange(x, lambda rows: kernel.run(rows, group))
         return x
 
-    def all_gather(self, x: Tensor, group: Group, width: int, total: int) -> Tensor:
+    def all_gather(self, x: Tensor, group: CollectiveGroup, width: int, total: int) -> Tensor:
         """The x of all ranks side by side: ``[T, width]`` of each, ``[T, total]``.
 
         The last rank's x may have fewer columns.

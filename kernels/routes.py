@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import CollectiveGroup
 from sdk.kernels.lazy_torch import Tensor
 
 #: Rows of the tiles into which ``Routes.tiles`` divides the rows of experts.
@@ -31,7 +31,7 @@ class RankTokens:
     """
 
     rank: int
-    group: Group
+    group: CollectiveGroup
     starts: Tensor
     most: int
 
@@ -49,7 +49,7 @@ class RankExperts:
     """
 
     rank: int
-    group: Group
+    group: CollectiveGroup
     count: int
     first: Tensor
     ranks: Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import CollectiveGroup
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.routes import RankExperts, RankTokens
 from sdk.models.expert_placement import Placement, place_experts
@@ -26,7 +26,7 @@ class ExpertShare:
     def __init__(
         self,
         rank: int,
-        group: Group,
+        group: CollectiveGroup,
         placement: Placement,
         count: int,
         layer: int,

@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
         return f"{self.what}, which does not run: {self.why}. {self.instead}"
 
 
-class Group(NamedTuple):
+class RefusedModels(NamedTuple):
     """Models that do not run for the same reason. ``gguf``, ``types``: their names in files."""
 
     refusal: Refusal
@@ -151,8 +151,8 @@ TEXT_AND_IMAGES = Refusal(
     _SIMILAR,
 )
 
-GROUPS = (
-    Group(
+REFUSED = (
+    RefusedModels(
         _RECURRENT,
         gguf=(
             *("arwkv7", "bailingmoe3", "glm5-next", "jamba", "kimi-k3", "kimi-linear", "mamba"),
@@ -165,58 +165,62 @@ GROUPS = (
             *("zamba2", "zaya"),
         ),
     ),
-    Group(
+    RefusedModels(
         _CONVOLUTIONS,
         gguf=(),
         types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm3"),
     ),
-    Group(
+    RefusedModels(
         _LATENT,
         gguf=("plm",),
         types=("longcat_flash", "PLM"),
     ),
-    Group(
+    RefusedModels(
         _SPARSE,
         gguf=("dots3note", "hy_v4", "minimax-m3"),
         types=("axk2", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text"),
     ),
-    Group(
+    RefusedModels(
         _RESIDUALS,
         gguf=("deepseek4", "gemma3n", "qwen4exp"),
         types=("deepseek_v4", "gemma3n_text", "qwen4_exp_text"),
     ),
-    Group(
+    RefusedModels(
         _SIZES,
         gguf=("deci", "openelm"),
         types=("deci", "nemotron-nas", "openelm"),
     ),
-    Group(_BYTES, gguf=(), types=("blt",)),
-    Group(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
-    Group(
+    RefusedModels(_BYTES, gguf=(), types=("blt",)),
+    RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
+    RefusedModels(
         _EXPERTS,
         gguf=("arctic", "grok", "grovemoe", "smallthinker"),
         types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
-    Group(_ALIBI, gguf=("jais",), types=("jais",)),
-    Group(_PHI_MOE, gguf=("phimoe",)),
-    Group(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
-    Group(_TERNARY, gguf=("bitnet",)),
-    Group(_IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")),
-    Group(
+    RefusedModels(_ALIBI, gguf=("jais",), types=("jais",)),
+    RefusedModels(_PHI_MOE, gguf=("phimoe",)),
+    RefusedModels(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
+    RefusedModels(_TERNARY, gguf=("bitnet",)),
+    RefusedModels(
+        _IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")
+    ),
+    RefusedModels(
         _VARIATION,
         gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3"),
         types=("chatglm", "codeshell", "plamo", "plamo3"),
     ),
-    Group(_DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")),
-    Group(
+    RefusedModels(
+        _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")
+    ),
+    RefusedModels(
         ENCODER,
         gguf=("neo-bert", "t5encoder"),
     ),
-    Group(_DISENTANGLED, gguf=(), types=("deberta", "deberta-v2")),
-    Group(ENCODER_DECODER, gguf=("t5",)),
-    Group(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
-    Group(TOWER, gguf=("clip",)),
-    Group(
+    RefusedModels(_DISENTANGLED, gguf=(), types=("deberta", "deberta-v2")),
+    RefusedModels(ENCODER_DECODER, gguf=("t5",)),
+    RefusedModels(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
+    RefusedModels(TOWER, gguf=("clip",)),
+    RefusedModels(
         _DRAFTER,
         gguf=("dflash", "eagle3", "gemma4-assistant"),
         types=("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"),
@@ -233,7 +237,7 @@ FOLDERS = MappingProxyType(
 
 def refused_gguf(name: str) -> Refusal | None:
     """What a GGUF file with this ``general.architecture`` holds; ``None`` for an unknown name."""
-    found = next((group.refusal for group in GROUPS if name in group.gguf), None)
+    found = next((models.refusal for models in REFUSED if name in models.gguf), None)
     if found is None or name not in FOLDERS:
         return found
     types = " or ".join(map(repr, FOLDERS[name]))
@@ -246,6 +250,6 @@ def check_type(model_type: str) -> None:
 
     :raises UnsupportedError: names what the model is.
     """
-    for group in GROUPS:
-        if model_type in group.types:
-            raise UnsupportedError(f"model_type {model_type!r}: {group.refusal}")
+    for models in REFUSED:
+        if model_type in models.types:
+            raise UnsupportedError(f"model_type {model_type!r}: {models.refusal}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.groups import Group, Link
+from sdk.kernels.groups import CollectiveGroup, Link
 from sdk.quant.errors import AlignmentError
 
 
@@ -49,7 +49,7 @@ class Mesh:
 
     rank: int = 0
     size: int = 1
-    group: Group | None = None
+    group: CollectiveGroup | None = None
     stage: int = 0
     stages: int = 1
     upstream: Link | None = None

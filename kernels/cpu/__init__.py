@@ -153,7 +153,7 @@ class CpuBackend:
             Combine,
             CombineRanks,
             GatherRanks,
-            Group,
+            GroupByExpert,
             Route,
         )
         from sdk.kernels.cpu.recode import RecodePage
@@ -170,8 +170,8 @@ class CpuBackend:
             "receive": (Receive(runtime),),
             "route": (Route(runtime),),
             "latent_rope_and_cache": (LatentRopeAndCache(runtime),),
-            "group": (Group(runtime),),
-            "group_ranks": (Group(runtime),),
+            "group": (GroupByExpert(runtime),),
+            "group_ranks": (GroupByExpert(runtime),),
             "add_owners_bias": (AddOwnersBias(runtime),),
             "combine": (Combine(runtime),),
             "combine_ranks": (CombineRanks(runtime),),

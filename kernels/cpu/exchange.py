@@ -12,7 +12,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ExchangeArgs, OpKind, TransferArgs
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink
 from sdk.kernels.cpu.runtime import NativeRuntime
-from sdk.kernels.groups import Group, Link
+from sdk.kernels.groups import CollectiveGroup, Link
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.reference.exchange import gather_columns
 
@@ -28,7 +28,7 @@ class AllReduce:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, group: Group) -> None:
+    def run(self, x: Tensor, group: CollectiveGroup) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
             self._runtime.call(group.all_reduce, (x,), self.name)
             return
@@ -48,7 +48,7 @@ class AllGather:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
+    def run(self, x: Tensor, group: CollectiveGroup, width: int, out: Tensor) -> None:
         if not isinstance(group, SharedGroup) or x.stride(1) != 1:
             self._runtime.call(partial(gather_columns, group, width), (x, out), self.name)
             return

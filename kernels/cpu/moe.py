@@ -65,7 +65,7 @@ class Route:
         self._runtime.run(OpKind.ROUTE, args, logits.shape[0], "route")
 
 
-class Group:
+class GroupByExpert:
     """Sorts the choices of all tokens by expert, or those of this rank's experts."""
 
     name = "cpu.group"

@@ -67,10 +67,11 @@ class _Shared:
 
 
 class SharedGroup(_Shared):
-    """A :class:`sdk.kernels.groups.Group` in shared memory. The native operators use it directly.
+    """A :class:`sdk.kernels.groups.CollectiveGroup` in shared memory.
 
-    The ranks meet in ``folder``, best one in memory (``/dev/shm``); they need it only until all
-    have joined. Sums are added in the order of the ranks.
+    The native operators use it directly. The ranks meet in ``folder``, best one in memory
+    (``/dev/shm``); they need it only until all have joined. Sums are added in the order of the
+    ranks.
 
     :param connect_s: seconds to wait for the others.
     :param limit_s: seconds to wait in an exchange for a rank that is alive. One that has ended is
@@ -96,14 +97,14 @@ class SharedGroup(_Shared):
         )
 
     def all_reduce(self, x: Tensor) -> None:
-        """See :class:`sdk.kernels.groups.Group`."""
+        """See :class:`sdk.kernels.groups.CollectiveGroup`."""
         total, *others = self._gather("all_reduce", x)
         for other in others:
             total += other
         x.copy_(total)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """See :class:`sdk.kernels.groups.Group`."""
+        """See :class:`sdk.kernels.groups.CollectiveGroup`."""
         return self._gather("all_gather", x)
 
     def _gather(self, what: str, x: Tensor) -> list[Tensor]:

@@ -298,7 +298,7 @@ class Route(_Accepting):
         )
 
 
-class Group(_Accepting):
+class GroupByExpert(_Accepting):
     """Sorts the choices of all tokens by expert."""
 
     name = "gpu.group"
@@ -371,7 +371,7 @@ class Combine(_Accepting):
 
 OPS: dict[str, tuple[Any, ...]] = {
     "route": (Route(),),
-    "group": (Group(),),
+    "group": (GroupByExpert(),),
     "add_owners_bias": (AddOwnersBias(),),
     "combine": (Combine(),),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.groups import Group, Link
+from sdk.kernels.groups import CollectiveGroup, Link
 from sdk.kernels.lazy_torch import Tensor, torch
 
 
@@ -15,7 +15,7 @@ class AllReduce:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, group: Group) -> None:
+    def run(self, x: Tensor, group: CollectiveGroup) -> None:
         group.all_reduce(x)
 
 
@@ -27,11 +27,11 @@ class AllGather:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, x: Tensor, group: Group, width: int, out: Tensor) -> None:
+    def run(self, x: Tensor, group: CollectiveGroup, width: int, out: Tensor) -> None:
         gather_columns(group, width, x, out)
 
 
-def gather_columns(group: Group, width: int, x: Tensor, out: Tensor) -> None:
+def gather_columns(group: CollectiveGroup, width: int, x: Tensor, out: Tensor) -> None:
     """Write the x of all ranks side by side into ``out``; the last one may be narrower."""
     missing = width - x.shape[1]
     padded = torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()

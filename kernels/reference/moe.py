@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.groups import Group as Ranks
+from sdk.kernels.groups import CollectiveGroup
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, RankTokens, Routes, tiles_at
@@ -95,7 +95,7 @@ def _sparse_mixer(logits: Tensor, rule: RouteRule, chosen: Tensor, weights: Tens
         left.scatter_(1, expert, float("-inf"))
 
 
-class Group:
+class GroupByExpert:
     """Sorts the choices of all tokens by expert."""
 
     name = "reference.group"
@@ -231,7 +231,7 @@ def _add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> None
 
 
 def combine_ranks(
-    group: Ranks,
+    group: CollectiveGroup,
     x: Tensor,
     weights: Tensor,
     places: Tensor,

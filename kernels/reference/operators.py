@@ -22,7 +22,7 @@ from sdk.kernels.reference.moe import (
     Combine,
     CombineRanks,
     GatherRanks,
-    Group,
+    GroupByExpert,
     GroupRanks,
     Route,
 )
@@ -43,7 +43,7 @@ def operators() -> dict[str, Sequence[Any]]:
         "send": (Send(),),
         "receive": (Receive(),),
         "route": (Route(),),
-        "group": (Group(),),
+        "group": (GroupByExpert(),),
         "group_ranks": (GroupRanks(),),
         "add_owners_bias": (AddOwnersBias(),),
         "combine": (Combine(),),

@@ -17,7 +17,7 @@ from sdk.api.image_options import ImageFetcher
 from sdk.serving.access import Access, Open, Role
 from sdk.serving.anthropic import messages as anthropic
 from sdk.serving.endpoint import Endpoint, Handler, Services
-from sdk.serving.errors import INTERNAL, Problem
+from sdk.serving.errors import INTERNAL, ErrorResponse
 from sdk.serving.guard.body_limits import BodyLimits
 from sdk.serving.interfaces import interface_of
 from sdk.serving.kept_responses import MAX_KEPT_BYTES, KeptResponses
@@ -153,14 +153,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    problem = Problem(error.status_code, message, code, headers=error.headers or {})
-    return _response(request, problem)
+    return _response(
+        request, ErrorResponse(error.status_code, message, code, headers=error.headers or {})
+    )
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     return _response(request, INTERNAL)
 
 
-def _response(request: Request, problem: Problem) -> Response:
-    body = interface_of(request.url.path).error(problem)
-    return Response(body, problem.status, dict(problem.headers), "application/json")
+def _response(request: Request, error: ErrorResponse) -> Response:
+    body = interface_of(request.url.path).error(error)
+    return Response(body, error.status, dict(error.headers), "application/json")

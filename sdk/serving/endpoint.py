@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sdk.api.image_options import ImageFetcher
 from sdk.api.outputs import RequestOutput
 from sdk.serving.access import Access, Admission, Caller, Demand, Outcome, Refused, Role
-from sdk.serving.errors import INTERNAL, STOPPING, problem_of
+from sdk.serving.errors import INTERNAL, STOPPING, error_response
 from sdk.serving.exchange import ClientGone, Exchange, Receive, Scope, Send
 from sdk.serving.guard.body_limits import BodyLimits
 from sdk.serving.interfaces import interface_of
@@ -65,11 +65,11 @@ class Endpoint:
         except asyncio.CancelledError:  # the server stops, and the time to drain is over
             await exchange.fail(STOPPING)
         except Exception as error:
-            problem = problem_of(error)
-            if problem is None:
+            response = error_response(error)
+            if response is None:
                 logger.exception("request %s failed", exchange.id)
-                problem = INTERNAL
-            await exchange.fail(problem)
+                response = INTERNAL
+            await exchange.fail(response)
 
     async def _enter(self, exchange: Exchange, role: Role) -> None:
         access = self._services.access
@@ -108,9 +108,9 @@ class Use:
         if error is not None:
             gone = not isinstance(error, Exception) or isinstance(error, ClientGone)
             reason = "cancelled" if gone else "error"
-            problem = problem_of(error) if isinstance(error, Exception) else None
-            text = None if gone else (problem or INTERNAL).message
-            status = self._exchange.status or (499 if gone else (problem or INTERNAL).status)
+            response = error_response(error) if isinstance(error, Exception) else None
+            text = None if gone else (response or INTERNAL).message
+            status = self._exchange.status or (499 if gone else (response or INTERNAL).status)
         self._admission.finish(
             Outcome(
                 request_id=self._exchange.id,

@@ -1,4 +1,4 @@
-"""Errors as problems with a status, whatever went wrong and wherever."""
+"""The error response to whatever went wrong, wherever."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CONTEXT = " (this model's maximum context length is exceeded)"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """The response to a request that failed; an ``Interface`` writes it."""
+class ErrorResponse:
+    """What a request that failed is answered; an ``Interface`` writes its body."""
 
     status: int
     message: str
@@ -52,32 +52,32 @@ def check_ended(answer: CompletionOutput) -> None:
         raise AnswerError("the request was aborted by the server", 503)
 
 
-def problem_of(error: Exception) -> Problem | None:
+def error_response(error: Exception) -> ErrorResponse | None:
     """The response for an error; ``None``: it is none of ours, and nobody may see its message."""
     if isinstance(error, Refused):
-        return Problem(error.status, error.message, error.code, error.param, error.headers)
+        return ErrorResponse(error.status, error.message, error.code, error.param, error.headers)
     if isinstance(error, AnswerError):
-        return Problem(error.status, str(error))
+        return ErrorResponse(error.status, str(error))
     if isinstance(error, EngineAsleepError):
-        return Problem(503, str(error), "model_asleep", headers={"Retry-After": "10"})
+        return ErrorResponse(503, str(error), "model_asleep", headers={"Retry-After": "10"})
     wait = getattr(error, "expected_wait", None)
     if wait is not None:  # the queue is full
         seconds = max(1, math.ceil(wait)) if math.isfinite(wait) else 60
-        return Problem(429, str(error), "queue_full", headers={"Retry-After": str(seconds)})
+        return ErrorResponse(429, str(error), "queue_full", headers={"Retry-After": str(seconds)})
     if isinstance(error, RequestError | UnsupportedError):
         message = str(error)
         param, code = param_of(message), None
         if any(words in message for words in _TOO_LONG):
             code = "context_length_exceeded"
             message += _CONTEXT
-        return Problem(400, message, code, param)
+        return ErrorResponse(400, message, code, param)
     if isinstance(error, EngineClosedError | EngineDeadError):
-        return Problem(503, str(error), "model_unavailable")
+        return ErrorResponse(503, str(error), "model_unavailable")
     if isinstance(error, OutOfMemoryError | SdkError):
-        return Problem(500, str(error))
+        return ErrorResponse(500, str(error))
     return None
 
 
 #: For errors that are bugs: details are in the log, not in the response.
-INTERNAL = Problem(500, "internal error; the server's log has more", "internal_error")
-STOPPING = Problem(503, "the server is stopping", "stopping", headers={"Connection": "close"})
+INTERNAL = ErrorResponse(500, "internal error; the server's log has more", "internal_error")
+STOPPING = ErrorResponse(503, "the server is stopping", "stopping", headers={"Connection": "close"})

@@ -13,7 +13,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.serving.access import Caller, Client, Headers, Refused
-from sdk.serving.errors import Problem
+from sdk.serving.errors import ErrorResponse
 from sdk.serving.interfaces import Interface
 from sdk.serving.json_numbers import Numbers
 
@@ -172,11 +172,11 @@ class Exchange:
         """Send a value as JSON."""
         await self.respond(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), status)
 
-    async def fail(self, problem: Problem) -> None:
+    async def fail(self, error: ErrorResponse) -> None:
         """Send an error: as the response, or in a stream that has begun as its last event."""
-        body = self.interface.error(problem)
+        body = self.interface.error(error)
         if not self.status:
-            await self.respond(body, problem.status, headers=problem.headers)
+            await self.respond(body, error.status, headers=error.headers)
         else:
             await self.end(self.interface.last(body))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Failure(Protocol):
-    """What became of a request: ``Refused`` or ``Problem``."""
+    """What became of a request: ``Refused`` or ``ErrorResponse``."""
 
     @property
     def status(self) -> int: ...

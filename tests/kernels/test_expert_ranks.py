@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.groups import Group
+from sdk.kernels.groups import CollectiveGroup
 from sdk.kernels.ops import Ops
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import RankExperts, RankTokens, Routes
@@ -37,7 +37,9 @@ class NoGroup:
         raise AssertionError
 
 
-def spread(own: Sequence[Sequence[int]], rank: int, group: Group, count: int) -> RankExperts:
+def spread(
+    own: Sequence[Sequence[int]], rank: int, group: CollectiveGroup, count: int
+) -> RankExperts:
     ranks = [[r for r, held in enumerate(own) if e in held] for e in range(count)]
     first = torch.tensor([0, *map(len, ranks)]).cumsum(0).int()
     local = torch.full((count,), -1, dtype=torch.int32)
@@ -179,7 +181,7 @@ def own(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
 class InPython:
     """A group without native operators."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: CollectiveGroup) -> None:
         self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
 
 
@@ -209,7 +211,7 @@ def test_ranks_with_whole_experts_give_the_bits_of_one(
     expected = [whole(x, logits, k) for x, logits in given]
     ranks = Ranks(tmp_path, len(own), 2)
 
-    def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
+    def call(rank: int, group: CollectiveGroup, ops: Ops) -> list[Tensor]:
         mixture = Mixture(ops, cases, own[rank])
         experts = spread(own, rank, group if native else InPython(group), EXPERTS)
         if not recorded:
@@ -257,7 +259,7 @@ def test_ranks_with_tokens_of_their_own_give_the_bits_of_one(
     expected = [[whole(x, logits, k) for x, logits in step] for step in given]
     ranks = Ranks(tmp_path, 2, 2)
 
-    def call(rank: int, group: Group, ops: Ops) -> list[Tensor]:
+    def call(rank: int, group: CollectiveGroup, ops: Ops) -> list[Tensor]:
         if way == "reference":
             ops = Ops("cpu", num_threads=1, backends=["reference"])
         mixture = Mixture(ops, cases, range(EXPERTS))
@@ -294,7 +296,7 @@ def test_ranks_with_tokens_of_their_own_give_the_bits_of_one(
 def test_no_tokens_need_no_exchange(cases: Any, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 2, 1)
 
-    def call(rank: int, group: Group, ops: Ops) -> Tensor:
+    def call(rank: int, group: CollectiveGroup, ops: Ops) -> Tensor:
         mixture = Mixture(ops, cases, SPREAD["uneven"][rank])
         experts = spread(SPREAD["uneven"], rank, group, EXPERTS)
         return mixture(torch.empty(0, WIDTH), torch.empty(0, EXPERTS), K, experts)

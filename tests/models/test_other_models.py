@@ -10,7 +10,7 @@ import pytest
 from sdk.loaders.open import read_headers
 from sdk.models.architecture import architecture, architectures, gguf_names, gguf_rules
 from sdk.models.auto import read_config
-from sdk.models.other_models import FOLDERS, GROUPS, check_type, refused_gguf
+from sdk.models.other_models import FOLDERS, REFUSED, check_type, refused_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.loaders.conftest import llama_gguf
 
@@ -59,8 +59,8 @@ def test_an_unknown_name_lists_those_that_run(tmp_path: Path) -> None:
 
 
 def test_the_table_names_every_model_once_and_none_that_runs() -> None:
-    gguf = [name for group in GROUPS for name in group.gguf]
-    types = [name for group in GROUPS for name in group.types]
+    gguf = [name for models in REFUSED for name in models.gguf]
+    types = [name for models in REFUSED for name in models.types]
     assert len(set(gguf)) == len(gguf)
     assert len(set(types)) == len(types)
     assert not always_native() & {*gguf}, "these run now: take them out of models/other_models.py"
@@ -82,11 +82,11 @@ def test_configs_of_the_table_are_refused_without_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    for group in GROUPS:
-        for name in group.types:
+    for models in REFUSED:
+        for name in models.types:
             with pytest.raises(UnsupportedError, match=f"'{name}': ") as error:
                 read_config({"model_type": name})
-            assert str(group.refusal) in str(error.value)
+            assert str(models.refusal) in str(error.value)
 
 
 @pytest.mark.slow  # 11 s: transformers imports the code of 400 models

@@ -12,7 +12,7 @@ from sdk import EngineDeadError, RequestError
 from sdk.api.errors import OutOfMemoryError, SdkError
 from sdk.serving import Caller, Demand, Open, Refused, create_app
 from sdk.serving.access import Admission, Client as Peer, Headers, Outcome
-from sdk.serving.errors import problem_of
+from sdk.serving.errors import error_response
 from sdk.testing import FakeAnswer, FakeLLM
 from tests.serving.serving import Serve, eventually, running
 
@@ -232,7 +232,7 @@ def test_problems_of_our_errors() -> None:
     class Full(RequestError):
         expected_wait = 2.3
 
-    full = problem_of(Full("the queue is full"))
+    full = error_response(Full("the queue is full"))
     assert full is not None and (full.status, full.code) == (429, "queue_full")
     assert full.headers == {"Retry-After": "3"}
     for error, status in (
@@ -241,9 +241,9 @@ def test_problems_of_our_errors() -> None:
         (SdkError("no"), 500),
         (RequestError("no"), 400),
     ):
-        problem = problem_of(error)
+        problem = error_response(error)
         assert problem is not None and problem.status == status
-    assert problem_of(KeyError("x")) is None
+    assert error_response(KeyError("x")) is None
 
 
 class Guard(Open):

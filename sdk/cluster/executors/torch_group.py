@@ -63,7 +63,7 @@ class Connection:
 
 
 class TorchGroup:
-    """Sums and gathers over all ranks of a connection (:class:`sdk.kernels.groups.Group`).
+    """Sums and gathers over all ranks (:class:`sdk.kernels.groups.CollectiveGroup`).
 
     Every rank gets the same bits, and an element's sum does not depend on its position in the
     tensor: two addends commute, and more are added in rank order. The backends' own sums of three

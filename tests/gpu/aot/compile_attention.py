@@ -186,7 +186,7 @@ def run_experts(short: torch.dtype) -> None:
         places = order[0].view(tokens, 8)
         tiles = torch.zeros(tiles_at(8 * tokens, 60, TILE_ROWS[-1] + 1), 2, dtype=torch.int32)
         routes = Routes(torch.zeros(tokens, 8), places, *order[1:], tiles=tiles)
-        experts.Group().run(routes.places, routes)
+        experts.GroupByExpert().run(routes.places, routes)
     v3 = RouteRule("sigmoid", epsilon=1e-20, scale=2.5)
     rules = (
         *((RouteRule(normalized=one), None) for one in (False, True)),

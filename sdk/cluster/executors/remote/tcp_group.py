@@ -25,7 +25,7 @@ from sdk.kernels.errors import CollectiveError
 
 
 class TcpGroup:
-    """A :class:`sdk.kernels.groups.Group`, one rank of it.
+    """A :class:`sdk.kernels.groups.CollectiveGroup`, one rank of it.
 
     :param peers: the connections to all other ranks, by rank.
     :param limit_s: seconds that one collective may wait for another rank.
@@ -38,7 +38,7 @@ class TcpGroup:
         self._exchanging = threading.Lock()
 
     def all_reduce(self, x: Tensor) -> None:
-        """See :class:`sdk.kernels.groups.Group`."""
+        """See :class:`sdk.kernels.groups.CollectiveGroup`."""
         # numpy adds in this thread. From 32,768 values on torch would share the work with its
         # threads, which spin: a 500-token prompt took 11 to 14 s on two busy cores, now 2 to 3.5 s.
         given = x.detach().numpy()
@@ -56,7 +56,7 @@ class TcpGroup:
             np.copyto(given, own)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """See :class:`sdk.kernels.groups.Group`."""
+        """See :class:`sdk.kernels.groups.CollectiveGroup`."""
         own = x.contiguous()
         if own.numel() == 1:  # may have any stride, and be no bytes then
             own = own.clone(memory_format=torch.contiguous_format)
