@@ -14,7 +14,6 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
-from sdk.quant.caches import window_groups
 from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class Attention:
         self.kv_heads = 0 if self.shares_keys else heads.kv_count
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window, self.causal, self.clip = c.sliding_windows[index], c.causal, c.qkv_clip
-        groups = window_groups(c.caches)
-        self.group = groups.index(self.window) if self.window in groups and c.causal else None
+        self.group = c.window_group_of(index)
         self.rope = c.rope_of_layer[index]
         d = cache.key_dim
         rotates = c.ropes[self.rope].rotates

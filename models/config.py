@@ -54,7 +54,7 @@ from sdk.models.recurrent import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.sliding import chunked
 from sdk.models.vision.family import vision_of
-from sdk.quant.caches import AttentionCache, Cache
+from sdk.quant.caches import AttentionCache, Cache, window_groups
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -184,13 +184,12 @@ class ModelConfig:
         """
         if self.layer_caches:
             return tuple(one for one in self.layer_caches if not isinstance(one, int))
-        dim, latent, found = self.head_dim, self.latent is not None, list[Cache]()
-        values = dim if self.latent is None else self.latent.rank
+        found = list[Cache]()
         state = None if self.recurrent is None else self.recurrent.cache(ranks)
-        for layer, window in enumerate(self.sliding_windows):
+        for layer in range(self.num_layers):
             blocks = self.blocks_of(layer)
             if blocks.attention:
-                found.append(AttentionCache(self.num_kv_heads, dim, values, window, latent))
+                found.append(self._uniform_cache(layer))
             if blocks.recurrent and state is not None:
                 found.append(state)
         return tuple(found)
@@ -209,9 +208,24 @@ class ModelConfig:
 
     def attention_of(self, layer: int) -> AttentionCache:
         """The cache of a layer's keys and values."""
-        found = self.caches[self.caches_of(layer)[0]]
+        if not self.layer_caches:
+            return self._uniform_cache(layer)
+        own = self.layer_caches[layer]
+        found = self.layer_caches[own] if isinstance(own, int) else own
         assert isinstance(found, AttentionCache)
         return found
+
+    def _uniform_cache(self, layer: int) -> AttentionCache:
+        """That of a model whose layers of attention differ in their windows alone."""
+        latent, dim = self.latent, self.head_dim
+        values, window = dim if latent is None else latent.rank, self.sliding_windows[layer]
+        return AttentionCache(self.num_kv_heads, dim, values, window, latent is not None)
+
+    def window_group_of(self, layer: int) -> int | None:
+        """The window group that has a layer's page table (:func:`sdk.quant.caches.window_groups`);
+        ``None``: its cache keeps all tokens."""
+        groups, window = window_groups(self.caches), self.sliding_windows[layer]
+        return groups.index(window) if window in groups and self.causal else None
 
     def shares_keys(self, layer: int) -> bool:
         """Whether a layer reads the keys and values of an earlier one and has none itself."""

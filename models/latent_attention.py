@@ -18,7 +18,6 @@ from sdk.kernels.lazy_torch import torch
 from sdk.models.latent_config import LATENT_EPS
 from sdk.models.latent_heads import key_heads, value_heads
 from sdk.models.latent_spec import LatentSpec
-from sdk.quant.caches import window_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +42,7 @@ class LatentAttention:
         self.heads = heads.count
         self.scale, self.query_scale = c.attention_scale, c.query_scale
         self.window, self.rope = c.sliding_windows[index], c.rope_of_layer[index]
-        groups = window_groups(c.caches)
-        self.group = groups.index(self.window) if self.window in groups else None
+        self.group = c.window_group_of(index)
         queries = (
             "q_proj" if spec.query_rank is None else "q_b_proj",
             c.heads_of(index) * spec.query,
