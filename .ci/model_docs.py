@@ -27,7 +27,7 @@ from sdk.models.architecture import (  # noqa: E402
     gguf_names,
     gguf_rules,
 )
-from sdk.models.other_models import FOLDERS, refused_gguf  # noqa: E402
+from sdk.models.other_models import refused_gguf  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 NAMES = ROOT / "models" / "architecture_names.py"
@@ -104,20 +104,16 @@ def gguf_table() -> tuple[str, str]:
     """The table of GGUF names, and its counts in a sentence."""
     names = [*GGUF.read_text(encoding="utf-8").split(), *gguf_names()]
     native = {*gguf_names()}
-    folders: dict[str, str] = {}
     refused: list[tuple[str, str]] = []
     for name in sorted({*names} - native):
-        if name in FOLDERS:
-            folders[name] = f"{name} ({', '.join(FOLDERS[name])})"
-            continue
         found = refused_gguf(name)
         assert found is not None, f"{name}: add it to a group of models/other_models.py"
         refused.append((name, f"{found.what}; {found.why}"))
     counts = (
-        f"**GGUF files: {len(native)} native** of {len({*names})} names; of {len(folders)} others "
-        f"the folder runs through transformers' code; {len(refused)} are refused."
+        f"**GGUF files: {len(native)} native** of {len({*names})} names; {len(refused)} are "
+        "refused."
     )
-    return _table(native, folders, refused), counts
+    return _table(native, {}, refused), counts
 
 
 def type_table() -> tuple[str, str]:

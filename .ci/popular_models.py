@@ -285,6 +285,10 @@ FAMILIES = (
         ("dots1", "solar_open"), "router of its own", ("Qwen3-30B-A3B",),
     ),
     Family(
+        "BitNet b1.58", ("bitnet-b1.58", "bitnet"), ("bitnet",),
+        "ternary weights, a norm before the last matrix of a block", ("SmolLM3",),
+    ),
+    Family(
         "InternLM 3, Helium, CWM, IQuest Coder, VaultGemma, FlexOlmo", ("llama", "gemma2"),
         ("internlm3", "helium", "cwm", "iquestcoder", "vaultgemma", "flex_olmo"),
         "variations of Llama and Gemma", ("Qwen3",),

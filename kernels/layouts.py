@@ -36,11 +36,12 @@ class ActivationScheme:
 
     ``codes``: ``int`` of ``bits`` bits; or floats, ``e4m3`` of 8 bits or ``e2m1`` of 4. ``group``
     values along K share a scale; 0: the whole row. ``static``: one scale for all rows. Without it,
-    scales are computed from the values by ``rule``: ``plain``, ``mx`` (a power of two, OCP
-    Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv`` (plain times
-    ``factor``, as an 8-bit float). ``zero`` is the zero point of ``static``; dynamic scales that
-    are not ``symmetric`` compute theirs. ``limit`` is an upper bound on the magnitude used for a
-    scale. kernels/reference/fake_quantize.py is the exact definition.
+    scales are computed from the values by ``rule``: ``plain``, ``absmax`` (of symmetric integers:
+    the largest magnitude becomes the largest positive code, not half a code above it), ``mx`` (a
+    power of two, OCP Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv``
+    (plain times ``factor``, as an 8-bit float). ``zero`` is the zero point of ``static``; dynamic
+    scales that are not ``symmetric`` compute theirs. ``limit`` is an upper bound on the magnitude
+    used for a scale. kernels/reference/fake_quantize.py is the exact definition.
 
     :raises KernelError: bits, group, zero point or scales are out of range.
     """
@@ -48,7 +49,7 @@ class ActivationScheme:
     codes: Literal["int", "e4m3", "e2m1"]
     bits: int = 8
     group: int = 0
-    rule: Literal["plain", "mx", "power", "nv"] = "plain"
+    rule: Literal["plain", "absmax", "mx", "power", "nv"] = "plain"
     static: float | None = None
     zero: int = 0
     symmetric: bool = True
@@ -62,6 +63,8 @@ class ActivationScheme:
         sound = 2 <= self.bits == width <= 8 and self.group >= 0 and -half <= self.zero < half
         if not sound or any(not number > 0 for number in numbers) or math.inf in numbers[:2]:
             raise KernelError(f"activation scheme: expected positive scales, found {self!r}")
+        if self.rule == "absmax" and (self.floats or not self.symmetric):
+            raise KernelError(f"activation scheme: expected symmetric integers, found {self!r}")
 
     @property
     def floats(self) -> bool:

@@ -146,7 +146,7 @@ class GgufCheckpoint:
             self._report(stored)
             return self._unread(name, stored)
         data = self._rows(name, stored, expert)
-        layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
+        layout = self._layout(stored, data)
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
@@ -164,7 +164,7 @@ class GgufCheckpoint:
         data = self._rows(name, stored, expert)
         if expert is not None:
             shape = shape[1:]
-        layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
+        layout = self._layout(stored, data)
         values = weight_of(layout).dequantize().reshape(shape)
         if (like := mixer_shape(name, shape)) is not None:
             values = values.reshape(like)
@@ -221,6 +221,12 @@ class GgufCheckpoint:
 
     def _where(self, stored: GgufTensor) -> str:
         return f"{self.path}: tensor {stored.name!r}"
+
+    def _layout(self, stored: GgufTensor, data: NDArray[np.uint8]) -> Layout:
+        factor = self._opened().factor(stored.name) if stored.type.tail else None
+        return decode_matrix(
+            stored.type, data, stored.shape[-1], self._where(stored), factor=factor
+        )
 
     def _fail(self, stored: GgufTensor, what: str) -> CheckpointError:
         return CheckpointError(f"{self._where(stored)}: {what}")

@@ -51,6 +51,8 @@ _FIRST_READ = 2 << 20
 _OBJECT_COST = 64
 _ARRAY_COST = 128
 
+_REMOVED = "was removed from the format; convert the original model again, to Q4_0 or IQ4_NL"
+
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 #: numpy type character by metadata type number (bool is read as u8 and compared with 0).
 _NUMBERS = {
@@ -266,18 +268,23 @@ class GgufHeader:
         alignment = self.alignment(metadata)
         described = [self.description(index) for index in range(self.num_tensors)]
         data_start = -(-self.position // alignment) * alignment
-        expected = 0
+        expected, last = 0, ""
         seen: set[str] = set()
         for name, shape, kind, offset in described:
             if name in seen:
                 raise self.fail(f"tensor {name!r} occurs twice")
             seen.add(name)
+            if offset != expected and last == "I2_S":
+                raise UnsupportedError(
+                    f"{self.file.path}: the tensor before {name!r} has the type 36, of "
+                    f"{offset - expected} bytes more than I2_S has: IQ4_NL_4_4, which {_REMOVED}"
+                )
             if offset != expected:
                 raise self.fail(
                     f"tensor {name!r} is at offset {offset}, expected {expected}: "
                     "tensors must follow one another without gap or overlap"
                 )
-            nbytes = math.prod(shape) // kind.elements * kind.nbytes
+            nbytes = math.prod(shape) // kind.elements * kind.nbytes + kind.tail
             start = data_start + offset
             if start + nbytes > self.file.size:
                 raise self.fail(
@@ -285,6 +292,7 @@ class GgufHeader:
                     f"{self.file.size}: it is truncated"
                 )
             expected = -(-(offset + nbytes) // alignment) * alignment
+            last = kind.name
             yield GgufTensor(name, shape, kind, start, nbytes, shard)
         surplus = self.file.size - data_start - expected
         if surplus > 0:
@@ -304,7 +312,7 @@ class GgufHeader:
         if type_id in REMOVED_TYPES:
             raise UnsupportedError(
                 f"{self.file.path}: tensor {name!r} has the type {REMOVED_TYPES[type_id]}, which "
-                "was removed from the format; convert the original model again, to Q4_0 or IQ4_NL"
+                f"{_REMOVED}"
             )
         kind = GGUF_TYPES.get(type_id)
         if kind is None:

@@ -64,7 +64,7 @@ class GgufFile:
         """
         tensor = self.tensors[name]
         shard = self._shards[tensor.shard]
-        shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes
+        shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes - tensor.type.tail
         if expert is not None:
             if expert >= shape[0]:
                 raise CheckpointError(
@@ -80,6 +80,16 @@ class GgufFile:
         if not shard.big_endian:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
+
+    def factor(self, name: str) -> float:
+        """What all weights of a tensor are multiplied by, whose type has a tail.
+
+        :raises CheckpointError: the bytes cannot be read.
+        """
+        tensor = self.tensors[name]
+        shard = self._shards[tensor.shard]
+        tail = shard.file.read(tensor.start + tensor.nbytes - tensor.type.tail, 4)
+        return float(tail.view(">f4" if shard.big_endian else "<f4")[0])
 
     def stored_rows(self, name: str) -> StoredRows | None:
         """Where the rows of a matrix are; ``None`` if kernels cannot read them as they are."""
@@ -108,7 +118,7 @@ class GgufFile:
         beside = re.compile(r"(output|token_embd)\.(?!weight$)")  # such as a factor of one of them
         if embedding is None or head is None or any(map(beside.match, self.tensors)):
             return
-        if (embedding.type, embedding.shape) != (head.type, head.shape):
+        if (embedding.type, embedding.shape) != (head.type, head.shape) or head.type.tail:
             return
         rows = math.prod(head.shape[:-1])
         step = max(1, _COMPARED // max(head.nbytes // rows, 1))
@@ -122,6 +132,8 @@ class GgufFile:
     def alike(self, one: GgufTensor, other: GgufTensor) -> bool:
         """Whether two tensors hold the same blocks as far as 64 of their rows show."""
         if (one.type, one.shape) != (other.type, other.shape):
+            return False
+        if one.type.tail and self.factor(one.name) != self.factor(other.name):
             return False
         rows = math.prod(one.shape[:-1])
         parts = ((row, 1) for row in range(0, rows, max(1, rows // _SAMPLES)))
@@ -145,6 +157,8 @@ class GgufFile:
 
 def _held(tensor: GgufTensor) -> int | None:
     kind = tensor.type
+    if kind.tail:  # the factor becomes one of each row
+        return tensor.nbytes - kind.tail + 4 * math.prod(tensor.shape[:-1])
     return tensor.nbytes // kind.nbytes * kind.held if kind.held else None
 
 

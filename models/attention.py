@@ -14,7 +14,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules
-from sdk.quant.errors import AlignmentError
+from sdk.models.rank_norms import SubNorm, WidthNorms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,10 @@ class Attention:
             bias=c.output_bias,
             reduce=reduce,
         )
+        self.sub_norm: SubNorm | None = None
+        if rules.sub_norms:
+            parts_of = (heads.start * wide, heads.count * wide)
+            self.sub_norm = SubNorm(source, f"{path}.attn_sub_norm", count * wide, *parts_of)
         self._pull_norms(source, path, rules, head, plain=plain)
         self._pull_score_parts(source, path, rules, index)
 
@@ -182,6 +186,8 @@ class Attention:
         )
         if self.gate is not None:
             y = self.ops.gate(y, gate, self.gate.kind)
+        if self.sub_norm is not None:
+            y = self.sub_norm(y)
         return self.ops.scale(self.out(y), self.factor)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -199,47 +205,6 @@ class Attention:
         tokens, d = len(qkv), self.head_dim
         v = v.view(tokens, -1, self.value_dim)
         return q.view(tokens, -1, d), k.view(tokens, -1, d), v, gate
-
-
-class WidthNorms:
-    """Norms over the whole width of queries and of keys (OLMo 2).
-
-    A rank has only some of the heads, so the mean square over all of them is summed over the ranks.
-
-    :raises AlignmentError: a LayerNorm would need the mean over all ranks, too.
-    """
-
-    def __init__(self, source: Source, path: str) -> None:
-        c, heads = source.config, source.heads
-        self.ops = source.ops
-        self.mesh = source.mesh
-        self.q_width, self.k_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.kv_copies = heads.kv_copies
-        q_norm = source.norm(f"{path}.q_norm", self.q_width)
-        k_norm = source.norm(f"{path}.k_norm", self.k_width)
-        if self.mesh.group is not None and q_norm.centred:
-            raise AlignmentError(
-                f"{path}.q_norm: cannot split a LayerNorm over all heads over {self.mesh.size} "
-                "ranks: expected a tensor parallel size of 1"
-            )
-        self.q_norm = _part_of(q_norm, c.head_dim, heads.start, heads.count)
-        self.k_norm = _part_of(k_norm, c.head_dim, heads.kv_start, heads.kv_count)
-
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Of q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]``."""
-        wide_q, wide_k = q.flatten(1), k.flatten(1)
-        if self.mesh.group is None:
-            wide_q = self.ops.norm(wide_q, self.q_norm)
-            wide_k = self.ops.norm(wide_k, self.k_norm)
-        else:
-            squares = wide_q.new_empty(len(wide_q), 2)
-            squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
-            squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
-            shrink = (self.ops.all_reduce(squares, self.mesh.group) + self.q_norm.eps).rsqrt()
-            assert self.q_norm.weight is not None and self.k_norm.weight is not None
-            wide_q = wide_q * shrink[:, :1] * self.q_norm.weight
-            wide_k = wide_k * shrink[:, 1:] * self.k_norm.weight
-        return wide_q.view(q.shape), wide_k.view(k.shape)
 
 
 def _head_norms(
@@ -289,15 +254,6 @@ def _norms_of_each_head(
         weight = weight.contiguous() if order is None else weight[:, order]
         norms.append(Norm(weight, c.norm_eps, None, rules.norm.centred))
     return HeadNorms(norms[0], norms[1])
-
-
-def _part_of(norm: Norm, head_dim: int, start: int, count: int) -> Norm:
-    """What a rank has of a norm over the width of all heads; if it has only some, an RMSNorm."""
-    assert norm.weight is not None
-    if len(norm.weight) == count * head_dim:
-        return norm
-    own = norm.weight.view(-1, head_dim)[start : start + count].flatten()
-    return Norm(own, norm.eps)
 
 
 def _halves_of_pairs(head_dim: int, rotary: int) -> Tensor:

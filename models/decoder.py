@@ -1,4 +1,4 @@
-"""The MLP, a layer as its model's facts describe it, and the loop over the layers.
+"""A layer as its model's facts describe it, and the loop over the layers.
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
@@ -10,16 +10,16 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
-from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, architecture
+from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.mlp import MLP, MLPBesideExperts, has_experts, mlp_of
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -66,110 +66,6 @@ class CausalLM(Protocol):
         """All projections with their paths."""
 
 
-class MLP:
-    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` if it is not ``gated``.
-
-    ``width``: its features, if they are not the model's. ``limit``: the activation of the gate and
-    ``up(x)`` are clamped to this size. Without ``reduce`` a rank's result is its
-    part of the sum over ranks.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        path: str,
-        width: int | None = None,
-        *,
-        gated: bool = True,
-        reduce: bool = True,
-        limit: float | None = None,
-    ) -> None:
-        c = source.config
-        self.ops, self.limit = source.ops, limit
-        self.activation, self.slope = c.activation, c.activation_slope
-        self.gated = gated
-        self.numbers = xielu_numbers(source, path) if c.activation == "xielu" else ()
-        width = width or c.intermediate_size
-        start, count = source.mesh.columns(width)
-        self.gate_factor, self.factor = c.mlp_factors
-        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        parts = [(name, width, start, count) for name in names]
-        #: The projection to the gate, where that is multiplied or clamped: ``up`` lacks it then.
-        self.gate: Projection | None = None
-        if self.gate_factor != 1.0 or limit is not None:
-            gate, *parts = parts
-            self.gate = source.columns(path, "gate_proj", [gate], bias=c.mlp_bias)
-        fused = "gate_up_proj" if len(parts) == 2 else "up_proj"
-        self.up = source.columns(path, fused, parts, bias=c.mlp_bias)
-        down = f"{path}.down_proj"
-        self.down = source.row(down, width, start, count, bias=c.down_bias, reduce=reduce)
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """See :class:`Projection`."""
-        return self.up.rounding
-
-    def __call__(self, x: Rows) -> Tensor:
-        if self.gate is not None and self.limit is not None:
-            gate = self.ops.activation(self.gate(x), self.activation)
-            gate = self.ops.clamp(self.ops.scale(gate, self.gate_factor), self.limit)
-            up = self.ops.clamp(self.up(x), self.limit)
-            return self.ops.scale(self.down(self.ops.gate(up, gate, "linear")), self.factor)
-        if self.gate is not None:
-            gate = self.ops.scale(self.gate(x), self.gate_factor)
-            return self.ops.scale(self.down(self.ops.gate(self.up(x), gate, "silu")), self.factor)
-        if self.gated:
-            return self.ops.scale(self.down(self.up.gated(x, self.activation)), self.factor)
-        y = self.ops.scale(self.up(x), self.slope)
-        y = self.ops.activation(y, self.activation, numbers=self.numbers)
-        return self.down(self.ops.scale(y, 1 / self.slope))
-
-
-class MLPBesideExperts:
-    """See :class:`sdk.models.architecture.ExpertsBeside`."""
-
-    def __init__(
-        self, source: Source, path: str, index: int, rules: LayerRules, norms: ExpertsBeside
-    ) -> None:
-        c = source.config
-        self.ops = source.ops
-        self.mlp = MLP(source, f"{path}.mlp", c.width_of(index), gated=rules.gated)
-        self.experts = ExpertMLP(source, f"{path}.mlp", rules)
-        self.before = source.norm(f"{path}.{norms.before}")
-        self.after = source.norm(f"{path}.{norms.after}")
-        self.after_mlp = source.norm(f"{path}.{norms.after_mlp}")
-        scale = source.vector(f"{path}.mlp.{rules.router}.scale", c.hidden_size)
-        self.routed = Norm(scale * c.hidden_size**-0.5, c.norm_eps)
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """See :class:`Projection`."""
-        return self.mlp.rounding
-
-    def __call__(self, x: Rows, total: Tensor) -> Tensor:
-        """x: the norm of ``total``, the sum of everything before."""
-        y = self.ops.norm(self.mlp(x), self.after_mlp)
-        routed = self.ops.norm(total, self.routed)
-        own = self.experts(self.ops.norm(total, self.before), routed)
-        return self.ops.add(y, self.ops.norm(own, self.after))
-
-
-def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
-    """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
-    names = ("alpha_p", "alpha_n", "beta", "eps")
-    alpha_p, alpha_n, beta, eps = (
-        float(source.vector(f"{path}.act_fn.{name}", 1)[0]) for name in names
-    )
-    if not (eps <= 0 and all(map(math.isfinite, (alpha_p, alpha_n, beta, eps)))):
-        found = f"alpha_p {alpha_p:g}, alpha_n {alpha_n:g}, beta {beta:g}, eps {eps:g}"
-        raise CheckpointError(f"{path}.act_fn: expected numbers, eps at most 0, found {found}")
-    return _softplus(alpha_p), beta + _softplus(alpha_n), beta, eps
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
 class Layer:
     """One decoder layer: what mixes tokens and an MLP, each with the norms that the model has.
 
@@ -198,10 +94,11 @@ class Layer:
             for name, eps in zip(names, (None, c.post_norm_eps) * 2, strict=True)
         ]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
-        has_experts = c.experts is not None and c.experts.layers[index]
         # The results of parallel blocks are summed over ranks at once, if nothing else is done to
         # either before, and experts do not sum theirs.
-        alone = self.after_attention is None and self.after_mlp is None and not has_experts
+        alone = (
+            self.after_attention is None and self.after_mlp is None and not has_experts(c, index)
+        )
         self.group = source.mesh.group if self.parallel and alone else None
         each = self.group is None
         self.mixers: list[Mixer] = []
@@ -216,15 +113,8 @@ class Layer:
             where = f"{path}.{c.recurrent.name}"
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
         self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
-        if blocks.mlp and has_experts and rules.experts_beside is not None:
-            self.mlp = MLPBesideExperts(source, path, index, rules, rules.experts_beside)
-        elif blocks.mlp and has_experts:
-            self.mlp = _experts(source, f"{path}.mlp", index, rules)
-        elif blocks.mlp:
-            width = c.width_of(index)
-            where = f"{path}.{rules.dense}"
-            limit = c.mlp_limit(index)
-            self.mlp = MLP(source, where, width, gated=rules.gated, reduce=each, limit=limit)
+        if blocks.mlp:
+            self.mlp = mlp_of(source, path, index, rules, reduce=each)
         #: The embedding of each token for this layer, and the number that multiplies its result.
         self.input: LayerInput | None = None
         if c.layer_inputs:
@@ -338,18 +228,6 @@ class Layer:
         if scale is not None:
             x = self.ops.gate(x, scale.expand(len(x), -1), "linear")
         return self.ops.scale(x, self.multiplier)
-
-
-def _experts(source: Source, path: str, index: int, rules: LayerRules) -> ExpertMLP:
-    """The experts of a layer, with the shared ones."""
-    c, spec = source.config, source.config.experts
-    assert spec is not None
-    shared = None
-    if spec.shared_width:
-        whole = source.mesh.redundant_experts is not None or spec.inputs is not None
-        where, width, limit = f"{path}.shared_experts", spec.shared_width, c.mlp_limit(index)
-        shared = MLP(source, where, width, gated=rules.gated, reduce=whole, limit=limit)
-    return ExpertMLP(source, path, rules, shared, limit=c.expert_limit(index))
 
 
 def layer_rules(config: ModelConfig) -> LayerRules:

@@ -29,8 +29,9 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import MLP, Layer, layer_rules
+from sdk.models.decoder import Layer, layer_rules
 from sdk.models.layers import Head, Linear, Projection, Source
+from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 

@@ -62,7 +62,7 @@ class ExpertArrival(NamedTuple):
 class ExpertMLP:
     """``shared``: the MLP of the shared experts; its results are summed over ranks with those of
     the others, unless ranks have whole experts or these are latent. ``share``: the experts of this
-    rank, if it has whole ones. ``limit``: see :class:`sdk.models.decoder.MLP`."""
+    rank, if it has whole ones. ``limit``: see :class:`sdk.models.mlp.MLP`."""
 
     def __init__(
         self,

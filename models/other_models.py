@@ -8,7 +8,6 @@ others.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 from sdk.quant.errors import UnsupportedError
@@ -97,10 +96,6 @@ _IMAGE_TOKENS = _decoder(
 _SWITCHED = _decoder(
     "that chooses an adapter for each token",
     "adapters here belong to a request (docs/lora.md)",
-)
-_TERNARY = _decoder(
-    "with ternary weights and norms before its output projections",
-    "those norms are not described in models/architectures yet",
 )
 _DIFFUSION = Refusal(
     "a diffusion language model, which fills in masked tokens",
@@ -200,7 +195,6 @@ REFUSED = (
     RefusedModels(_ALIBI, gguf=("jais",), types=("jais",)),
     RefusedModels(_PHI_MOE, gguf=("phimoe",)),
     RefusedModels(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
-    RefusedModels(_TERNARY, gguf=("bitnet",)),
     RefusedModels(
         _IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")
     ),
@@ -227,22 +221,10 @@ REFUSED = (
     ),
 )
 
-#: GGUF names whose model runs through transformers' code as a folder: its ``model_type`` there.
-FOLDERS = MappingProxyType(
-    {
-        "bitnet": ("bitnet",),
-    }
-)
-
 
 def refused_gguf(name: str) -> Refusal | None:
     """What a GGUF file with this ``general.architecture`` holds; ``None`` for an unknown name."""
-    found = next((models.refusal for models in REFUSED if name in models.gguf), None)
-    if found is None or name not in FOLDERS:
-        return found
-    types = " or ".join(map(repr, FOLDERS[name]))
-    folder = f"A folder of its safetensors files (model_type {types}) runs through transformers' "
-    return found._replace(instead=folder + "code, more slowly")
+    return next((models.refusal for models in REFUSED if name in models.gguf), None)
 
 
 def check_type(model_type: str) -> None:

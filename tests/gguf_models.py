@@ -44,6 +44,7 @@ NAMES = {
     "olmo": "olmo",
     "nemotron": "nemotron",
     "jais2": "jais2",
+    "bitnet": "bitnet-b1.58",
     "arcee": "arcee",
     "apertus": "apertus",
     "stablelm": "stablelm",
@@ -75,7 +76,7 @@ _PERMUTED = (
     *("olmo", "arcee", "muse-glimmer", "granitemoe", "llama-embed", "baichuan", "bailingmoe"),
     "maincoder",
 )
-_LAYER = {
+LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -92,6 +93,8 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
     "self_attn.gate_proj": "attn_gate",
@@ -279,7 +282,7 @@ def _name(stem: str, arch: str) -> str:
     if stem in _TOP:
         return _TOP[stem]
     _, _, layer, own = stem.split(".", 3)
-    return f"blk.{layer}.{_NORMS.get(arch, {}).get(own) or _LAYER[own]}"
+    return f"blk.{layer}.{_NORMS.get(arch, {}).get(own) or LAYER[own]}"
 
 
 def save_gguf(path: Path, file: GgufBytes) -> Path:

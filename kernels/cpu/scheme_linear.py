@@ -21,7 +21,7 @@ from sdk.kernels.lazy_torch import Tensor
 
 #: The numbers of native/abi.hpp.
 _CODES = {"int": 1, "e4m3": 2, "e2m1": 3}
-_RULES = {"plain": 1, "mx": 2, "power": 3, "nv": 4}
+_RULES = {"plain": 1, "mx": 2, "power": 3, "nv": 4, "absmax": 5}
 
 
 class SchemeLinear(PackedLinear):

@@ -6,7 +6,8 @@ the largest magnitude (for asymmetric integers: the range) to the end of the cod
 gives the same codes and scales bit for bit.
 
 Sources: compressed-tensors 0.19 (``calculate_qparams``, ``fake_quantize``) for everything except
-``power``, DeepSeek-V3.1's ``scale_fmt: ue8m0``, and ``limit``, FBGEMM's ``scale_ub``.
+``power``, DeepSeek-V3.1's ``scale_fmt: ue8m0``, ``limit``, FBGEMM's ``scale_ub``, and ``absmax``,
+BitNet b1.58 (arXiv 2402.17764, section 2; transformers' ``integrations/bitnet.py``).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def scales_of(low: Tensor, high: Tensor, scheme: ActivationScheme) -> Tensor:
         return _power_below(peak.view(torch.int32) + (1 << 21)) * 2.0**-exponent
     if scheme.floats:
         scale = peak / _FLOATS[scheme.codes][0]
+    elif scheme.rule == "absmax":
+        scale = peak / ((1 << scheme.bits - 1) - 1)
     elif scheme.symmetric:
         scale = peak / (((1 << scheme.bits) - 1) / 2)
     else:

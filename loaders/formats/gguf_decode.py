@@ -7,6 +7,7 @@ them. `gguf_repack` and `gguf_codebooks` convert the others to a layout that ker
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ def decode_matrix(
     columns: int,
     source: str,
     first: int = 0,
+    factor: float | None = None,
 ) -> Layout:
     """The rows of one tensor, from row ``first`` on, as a layout.
 
@@ -40,13 +42,15 @@ def decode_matrix(
         data: uint8 ``[rows, bytes per row]``; may be a view of the file.
         columns: values per row.
         source: file and tensor, for errors.
+        factor: of all weights, if the type has a tail (:class:`GgufType`).
 
     Returns:
         A layout, which shares memory with ``data`` if no conversion is needed. Integers and F64
         become float32; F64 is rounded.
 
     Raises:
-        CheckpointError: a scale is not finite, or float32 cannot hold an integer.
+        CheckpointError: a scale is not finite, a code is none of the type's, or float32 cannot hold
+            an integer; a type with a tail where none is read.
     """
     if kind.name in FLOATS:
         return Dense(_dense(data, getattr(torch, FLOATS[kind.name])))
@@ -59,12 +63,27 @@ def decode_matrix(
         _check_finite(gguf_codebooks.iq1_m_scale(blocks), source, first)
     if kind.name in ("MXFP4", "NVFP4"):
         _check_bytes(blocks, kind, source, first)
+    if kind.tail:
+        return _times(factor, _in_stretches(_REPACKED[kind.name], blocks, columns), kind, source)
     if kind.name in _REPACKED:
         return _in_stretches(_REPACKED[kind.name], blocks, columns)
     name = kind.name.lower()
     assert name in BLOCK_TYPES, name
     writable = data if data.flags.writeable else data.copy()
     return Blocks((data.shape[0], columns), name, torch.from_numpy(writable))
+
+
+def _times(factor: float | None, layout: Affine, kind: GgufType, source: str) -> Affine:
+    """I2_S, whose codes are 0 to 2."""
+    codes = layout.codes.numpy()
+    if (codes & codes >> 1 & 0x55).any():
+        raise CheckpointError(f"{source}: a code of {kind.name} is 3, expected 0 to 2")
+    if factor is None or not math.isfinite(factor):
+        raise CheckpointError(
+            f"{source}: {kind.name}: expected a matrix with a finite factor behind it, found "
+            f"{'none' if factor is None else factor}"
+        )
+    return replace(layout, scale=layout.scale * factor)
 
 
 def _in_stretches(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import E2M1, Affine
+from sdk.kernels.layouts import E2M1, ActivationScheme, Affine
 from sdk.kernels.lazy_torch import Tensor, torch
 
 _Bytes = NDArray[np.uint8]
@@ -68,6 +68,24 @@ def _tq2_0(blocks: _Bytes, columns: int) -> Affine:
     return Affine((rows, columns), 2, 256, _stream(_fours(codes)), scale, zero=1, name="tq2_0")
 
 
+def _i2_s(blocks: _Bytes, columns: int) -> Affine:
+    """Byte j holds the codes j, 32 + j, 64 + j and 96 + j of its block, the first in its highest
+    bits. The factor behind the matrix is still to come."""
+    rows, count = blocks.shape[:2]
+    shifts = np.array([6, 4, 2, 0], np.uint8)[:, None]
+    codes = blocks.reshape(rows, count, 1, 32) >> shifts & np.uint8(3)
+    return Affine(
+        (rows, columns),
+        2,
+        columns,
+        _stream(_fours(codes)),
+        torch.ones((rows, 1)),
+        zero=1,
+        name="i2_s",
+        inputs=ActivationScheme("int", rule="absmax"),
+    )
+
+
 def _nvfp4(blocks: _Bytes, columns: int) -> Affine:
     """Sixteen values in 8 bytes: low halves, then high ones. Scales 0 and 0x7f are zero."""
     rows, count = blocks.shape[:2]
@@ -94,5 +112,6 @@ DECODERS: dict[str, Callable[[_Bytes, int], Affine]] = {
     "Q2_0": _q2_0,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
+    "I2_S": _i2_s,
     "NVFP4": _nvfp4,
 }

@@ -14,7 +14,8 @@ class GgufType:
     """One ggml tensor type: blocks of ``elements`` values in ``nbytes`` bytes.
 
     ``halves``: byte offsets of float16 scales in a block. ``held``: bytes of a block in memory, if
-    different (`gguf_codebooks`, `gguf_repack`).
+    different (`gguf_codebooks`, `gguf_repack`). ``tail``: bytes after all blocks of a matrix, which
+    begin with a float32, the factor of all its weights.
     """
 
     name: str
@@ -22,10 +23,12 @@ class GgufType:
     nbytes: int
     halves: tuple[int, ...] = ()
     held: int = 0
+    tail: int = 0
 
 
 #: By the number in the file. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) are only used
-#: inside llama.cpp's computations.
+#: inside llama.cpp's computations. 36 is BitNet's (utils/convert-hf-to-gguf-bitnet.py); its blocks
+#: are those of x86 and of its converter. In ggml 36 was IQ4_NL_4_4, which takes twice the bytes.
 GGUF_TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4),
     1: GgufType("F16", 1, 2),
@@ -56,6 +59,7 @@ GGUF_TYPES: dict[int, GgufType] = {
     30: GgufType("BF16", 1, 2),
     34: GgufType("TQ1_0", 256, 54, (52,), held=66),
     35: GgufType("TQ2_0", 256, 66, (64,)),
+    36: GgufType("I2_S", 128, 32, tail=32),
     39: GgufType("MXFP4", 32, 17),
     40: GgufType("NVFP4", 64, 36),
     41: GgufType("Q1_0", 128, 18, (0,)),
@@ -69,7 +73,6 @@ REMOVED_TYPES: dict[int, str] = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
     33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }

@@ -58,7 +58,6 @@ _ALIASES = {
 REFUSED = {
     "aqlm": "AQLM, sums of codebooks",
     "bitblas": "BitBLAS, codes in the order of a GPU kernel",
-    "bitnet": "BitNet, ternary codes",
     "eetq": "EETQ, codes in the order of a GPU kernel",
     "exl2": "EXL2, bit widths that change inside a matrix",
     "exl3": "EXL3, trellis codes",

@@ -37,7 +37,7 @@ def gguf_table() -> str:
         cells = [kind.name, f"{kind.nbytes * 8 / kind.elements:.4g}"]
         for ops in (with_auto, exact):
             zeros = np.zeros((ROWS, size), dtype=np.uint8)
-            weight = weight_of(decode_matrix(kind, zeros, COLUMNS, kind.name))
+            weight = weight_of(decode_matrix(kind, zeros, COLUMNS, kind.name, factor=1.0))
             weight.bind(ops)
             if ops is with_auto:
                 cells += [str(weight.spec), f"{weight.nbytes * 8 / (ROWS * COLUMNS):.4g}"]

@@ -71,14 +71,12 @@ def test_native_names_come_from_the_registry(script: Any, monkeypatch: pytest.Mo
     assert "qwen35" in script.gguf_table()[0].splitlines()[2]
 
 
-def test_the_sweep_found_nothing_wrong_and_knows_the_folders_that_messages_name(
+def test_the_sweep_found_nothing_wrong(
     script: Any,
 ) -> None:
     record = script.sweep_record()
     assert len(record) > 150
     assert not [name for name, found in record.items() if found.startswith("WRONG")]
-    for folders in script.FOLDERS.values():
-        assert all(record[name] in ("transformers", "native") for name in folders)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ Scheme = ActivationScheme
 SCHEMES = (
     Scheme("int"),
     Scheme("int", 4),
+    Scheme("int", rule="absmax"),
     Scheme("int", symmetric=False),
     Scheme("int", static=0.03),
     Scheme("int", static=0.03, zero=-40, symmetric=False),
@@ -98,6 +99,11 @@ def test_static_integers_end_where_their_codes_do() -> None:
     assert fake_quantize(x, moved).tolist() == [[-14.0, 100.0, 0.5, 0.0]]
 
 
+def test_absmax_maps_the_largest_magnitude_to_the_largest_code() -> None:
+    x = torch.tensor([[-254.0, 1.0, 2.9, 254.0]])
+    assert fake_quantize(x, Scheme("int", rule="absmax")).tolist() == [[-254.0, 0.0, 2.0, 254.0]]
+
+
 def test_8_bit_floats_are_those_of_torch(cases: Any) -> None:
     x = inputs(cases, 9, 256)
     peak = x.abs().amax(1, True)
@@ -164,6 +170,7 @@ def test_schemes_that_make_no_sense_are_refused() -> None:
     for wrong in (
         {"static": 0.0}, {"static": math.nan}, {"static": -1.0}, {"static": math.inf}, {"bits": 9},
         {"factor": 0.0}, {"zero": 128}, {"group": -1}, {"limit": 0.0},
+        {"rule": "absmax", "symmetric": False},
     ):  # fmt: skip
         with pytest.raises(KernelError, match="activation scheme"):
             Scheme("int", **wrong)  # type: ignore[arg-type]

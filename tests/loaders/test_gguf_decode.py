@@ -24,7 +24,8 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import weight_of
 
 BY_NAME = {kind.name: kind for kind in GGUF_TYPES.values()}
-QUANTIZED = [kind.name for kind in GGUF_TYPES.values() if kind.elements > 1]
+#: I2_S: tests/models/test_bitnet.py.
+QUANTIZED = [k.name for k in GGUF_TYPES.values() if k.elements > 1 and not k.tail]
 #: Types whose blocks stay as they are.
 KEPT = [name for name in QUANTIZED if name.lower() in BLOCK_TYPES]
 

@@ -196,7 +196,7 @@ LIES = [
     (f"{T}.dim0", 2**62, "truncated"),
     (f"{T}.dim1", 2**32, "truncated"),
     (f"{T}.type", 4, "Q4_2"),
-    (f"{T}.type", 36, "IQ4_NL_4_4"),
+    (f"{T}.type", 37, "IQ4_NL_4_8"),
     (f"{T}.type", 43, "unknown type 43"),
     (f"{T}.type", 999, "unknown type 999"),
     (f"{T}.type", 12, "needs a multiple of 256"),

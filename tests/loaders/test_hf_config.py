@@ -201,7 +201,6 @@ def test_olmo_2_normalizes_all_heads_at_once(files: Any) -> None:
     [
         ({"quant_method": "AQLM"}, "names aqlm: AQLM, sums of codebooks"),
         ({"quant_method": "bitblas"}, "names bitblas: BitBLAS, codes in the order of a GPU"),
-        ({"quant_method": "bitnet"}, "names bitnet: BitNet, ternary codes"),
         ({"quant_method": "exl3"}, "names exl3: EXL3, trellis codes"),
         ({"quant_method": "higgs"}, "names higgs: HIGGS, rotated vectors"),
         ({"quant_method": "marlin"}, "names marlin: Marlin, codes in the order of a GPU"),

@@ -334,6 +334,8 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, Any]]]] = {
         {"rope.dimension_count": (U32, 8)},
     ),
     "jais2": ("jais2", {"layer_norm_eps": 1e-4}, {}),
+    "bitnet-b1.58": ("bitnet", {}, {}),
+    "bitnet": ("bitnet", {"hidden_act": "silu", "num_key_value_heads": 4}, {}),
     "starcoder2": ("starcoder2", {"norm_epsilon": 1e-4, "tie_word_embeddings": True}, {}),
     "mellum": (
         "mellum",

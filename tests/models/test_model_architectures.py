@@ -373,6 +373,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "phi-tied": {"tie_word_embeddings": True},
     "jais2": {},
+    "bitnet": {},
     "starcoder2": {"sliding_window": 9},
     "starcoder2-unbiased": {"use_bias": False, "tie_word_embeddings": False},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 8, "num_hidden_layers": 5},

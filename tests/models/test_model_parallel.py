@@ -117,6 +117,7 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "stablelm": ("stablelm", 4, {"use_parallel_residual": True, "qk_layernorm": True}),
     "phi": ("phi", 2, {"vocab_size": 97}),
     "nemotron": ("nemotron", 2, {"mlp_bias": True}),
+    "bitnet": ("bitnet", 2, {}),
     "apertus": ("apertus", 2, {}),
     "olmo": ("olmo", 2, {"clip_qkv": 1.5}),
     "mixtral": ("mixtral", 2, {"num_local_experts": 5}),

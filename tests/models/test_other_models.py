@@ -10,7 +10,7 @@ import pytest
 from sdk.loaders.open import read_headers
 from sdk.models.architecture import architecture, architectures, gguf_names, gguf_rules
 from sdk.models.auto import read_config
-from sdk.models.other_models import FOLDERS, REFUSED, check_type, refused_gguf
+from sdk.models.other_models import REFUSED, refused_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.loaders.conftest import llama_gguf
 
@@ -66,16 +66,6 @@ def test_the_table_names_every_model_once_and_none_that_runs() -> None:
     assert not always_native() & {*gguf}, "these run now: take them out of models/other_models.py"
     assert not [name for name in types if architecture(name) is not None], "the same"
     assert {*gguf} - {*GGUF_NAMES} == {"whisper"}
-    assert FOLDERS.keys() <= {*gguf}
-    for folders in FOLDERS.values():
-        for name in folders:
-            check_type(name)
-
-
-def test_a_folder_that_runs_is_what_a_gguf_file_is_told_to_use_instead() -> None:
-    refusal = refused_gguf("bitnet")
-    assert refusal is not None
-    assert "model_type 'bitnet') runs through transformers' code" in refusal.instead
 
 
 def test_configs_of_the_table_are_refused_without_transformers(

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { kAbiVersion = 43 };
+enum { kAbiVersion = 44 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -94,7 +94,14 @@ enum { kTableSize = 16, kScaleTableSize = 256 };
 // How activations are quantized where the weight's file says so (kernels/reference/fake_quantize.py).
 // kPlainScale and the rules after it compute a scale from the values it is for.
 enum ActivationCodes { kUnquantized = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
-enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
+enum ScaleRule {
+    kStaticScale = 0,
+    kPlainScale = 1,
+    kMxScale = 2,
+    kPowerScale = 3,
+    kNvScale = 4,
+    kAbsmaxScale = 5
+};
 
 struct ActivationScheme {
     int32_t codes;      // ActivationCodes

@@ -69,6 +69,7 @@ static float scale_for_range(const ActivationScheme& in, float low, float high) 
     const bool wide = in.codes == kE4M3Codes;
     if (in.rule == kMxScale)  // from 1.75 on the next power of two
         return bits_to_float((float_bits(peak) + (1u << 21)) & 0x7f800000u) * (wide ? 0x1p-8f : 0.25f);
+    if (in.rule == kAbsmaxScale) return peak / (float)((1 << (in.bits - 1)) - 1);
     const float most = (float)((1 << in.bits) - 1);
     float scale = in.codes == kIntCodes ? (in.symmetric ? peak / (most / 2) : (high - low) / most)
                                         : peak / (wide ? 448.0f : 6.0f);
