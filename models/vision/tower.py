@@ -6,7 +6,6 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +183,10 @@ class Tower:
         self.packer: Packer | None = None
         if config.pictures:
             newline = _tensor(source, "projector.newline", (config.hidden_size,))
-            side = math.isqrt(config.positions - int(config.class_token))
             self.packer = Packer(
                 config.pictures,
-                side * config.patch,
-                side // config.merge,
+                config.tile_side * config.patch,
+                config.tile_side // config.merge,
                 newline.to(self.ops.device),
                 config.most_tiles,
             )
@@ -291,7 +289,7 @@ class TowerRun:
     def rows(self) -> list[Tensor]:
         """For each image float32 ``[num_tokens, features * hidden]``, token by token.
 
-        :raises ValueError: not all layers have run, or an image has another number of tokens.
+        :raises ValueError: not all layers have run.
         """
         if self._waiting or self._group is not None:
             raise ValueError("rows: layers are left to run, advance() returns True when none is")
@@ -300,10 +298,7 @@ class TowerRun:
         for image in self._images:
             count = sum(down * across for down, across in image.grids)
             rows = every[first : first + count]
-            rows = rows if pack is None else pack(rows, image)
-            if len(rows) != image.num_tokens:
-                raise ValueError(f"image: {image.num_tokens} tokens, expected {len(rows)}")
-            found.append(rows)
+            found.append(rows if pack is None else pack(rows, image))
             first += count
         return found
 

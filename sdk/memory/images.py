@@ -94,14 +94,9 @@ def image_limits(
     seen = [window for window in model.sliding_windows if window is not None]
     return ImageLimits(
         rows=memory.rows,
-        layers=vision.tower.num_layers,
-        hidden=vision.tower.hidden_size,
-        patch=vision.patch,
+        vision=vision,
         max_patches=memory.max_patches,
-        token_id=vision.token_id,
-        both_ways=vision.both_ways is not None,
         window=min(seen, default=0),
         span=config.step_tokens - config.max_num_seqs,
         per_prompt=config.most_images,
-        axes=vision.axes is not None,
     )

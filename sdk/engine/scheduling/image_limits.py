@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
 
 #: Rows of a block of the image cache.
@@ -20,25 +21,27 @@ JOINT_PATCHES = 1024
 class ImageLimits(NamedTuple):
     """What the scheduler knows of a model's tower.
 
-    ``rows``: of the image cache. ``layers``, ``hidden``: of the tower; ``patch``: pixels of a
-    patch's side. ``max_patches``: of a tile. ``both_ways``: the tokens of an image see one another
-    both ways, in layers with windows of at least ``window`` tokens (0: there is none).
-    ``span``: the most of them that a step has room for. ``token_id``: the placeholder.
-    ``per_prompt``: images of one prompt, at most. ``axes``: positions have axes, so each span is
-    the grid of a tile.
+    ``rows``: of the image cache. ``max_patches``: of a tile. ``window``: of the layers in which the
+    tokens of an image see one another both ways (0: there is none). ``span``: the most of them that
+    a step has room for. ``per_prompt``: images of one prompt, at most.
     """
 
     rows: int
-    layers: int
-    hidden: int
-    patch: int
+    vision: VisionConfig
     max_patches: int
-    token_id: int
-    both_ways: bool = False
     window: int = 0
     span: int = 1 << 30
     per_prompt: int = 1 << 20
-    axes: bool = False
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of an image see one another both ways."""
+        return self.vision.both_ways is not None
+
+    @property
+    def most_joined(self) -> int:
+        """The most tokens that may see one another both ways."""
+        return min(self.window or self.span, self.span)
 
     @property
     def num_blocks(self) -> int:
@@ -53,14 +56,15 @@ class ImageLimits(NamedTuple):
                 if patches + count > GROUP_PATCHES:
                     groups, patches = groups + 1, 0
                 patches += count
-        return groups * self.layers
+        return groups * self.vision.tower.num_layers
 
     def work(self, image: ImageInput) -> float:
         """Of one layer, in products of a patch with the layer's matrices: 12 ``hidden`` squared for
         a patch, and two for each pair of patches in attention."""
-        return sum(count * (1 + count / (6 * self.hidden)) for count in self.tiles(image))
+        hidden = self.vision.tower.hidden_size
+        return sum(count * (1 + count / (6 * hidden)) for count in self.tiles(image))
 
     def tiles(self, image: ImageInput) -> Iterator[int]:
         """The patches of each tile."""
         for tile in image.tiles:
-            yield tile.shape[0] // self.patch * (tile.shape[1] // self.patch)
+            yield tile.shape[0] // self.vision.patch * (tile.shape[1] // self.vision.patch)
