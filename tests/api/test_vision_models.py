@@ -29,6 +29,7 @@ from tests.vision_prompts import (
     reference_ids,
     reference_inputs,
     token_of,
+    with_images,
     write_tokenizer,
 )
 
@@ -51,21 +52,6 @@ SEVERAL = [
     {"role": "assistant", "content": "What?"},
     {"role": "user", "content": [{"type": "text", "text": "this"}, {"type": "image"}]},
 ]
-
-
-def with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """The messages with an image in each plain part."""
-    left = iter(images)
-
-    def filled(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "image": next(left)} if part["type"] == "image" else part
-
-    return [
-        one
-        if isinstance(one["content"], str)
-        else {**one, "content": [filled(part) for part in one["content"]]}
-        for one in messages
-    ]
 
 
 def write_model(family: Family, folder: Path) -> None:
