@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers
 
-from sdk import LLM, SamplingParams
+from sdk import LLM, LoRARequest, RequestError, SamplingParams
 from sdk.models.vision.patches import check_image
 from sdk.requests.prompt_kinds import ChatOptions
 from tests.models.tiny_vision import MODELS, vision_model
+from tests.peft_adapters import save, with_peft
 from tests.vision_conversations import ALL, Conversations, inputs_of
 from tests.vision_prompts import picture, token_of, with_images, write_tokenizer
 
@@ -157,3 +158,36 @@ def test_a_tower_that_fails_ends_the_request_and_nothing_else(
     assert bad.outputs[0].finish_reason == "error" and tokens(good) == wanted[0]
     assert "could not be encoded: ZeroDivisionError: no patches" in str(bad.outputs[0].stop_reason)
     assert [tokens(one) for one in llm.chat(fine, GREEDY)] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "smolvlm"])
+def test_adapters_of_the_text_part_are_those_of_peft_and_others_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    one, folder = ALL[name], tmp_path / "model"
+    write_model(one, folder)
+    kind = transformers.AutoModelForImageTextToText
+    messages, pictures = CASES["two"]
+    given, asked = inputs_of(one, messages, pictures), with_images(messages, pictures)
+    last = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32", "compute": "exact"}
+    options = {"max_model_len": LENGTH, "num_threads": 1, "enable_lora": True, **exact}
+
+    def adapted(target: str, place: str) -> tuple[Any, LoRARequest]:
+        model = with_peft(kind.from_pretrained(folder), r=4, target_modules=target)
+        number = 1 + (place == "tower")
+        return model, LoRARequest(place, number, str(save(model, tmp_path / place)))
+
+    text, lora = adapted(r".*(language|text)_model.*\.(q_proj|v_proj|down_proj)", "text")
+    with torch.no_grad():
+        wanted = text(**given).logits[0, -1].log_softmax(-1)
+    with LLM(str(folder), **options) as llm:
+        [output] = llm.chat(asked, last, lora_request=lora)
+        found = output.outputs[0].logprobs[0]
+        assert max(abs(found[i].logprob - float(x)) for i, x in enumerate(wanted)) <= 1e-4
+        [plain] = llm.chat(asked, last)
+        assert plain.outputs[0].logprobs[0] != found
+        _, tower = adapted(r".*visual.*\.qkv|.*vision.*\.q_proj", "tower")
+        with pytest.raises(RequestError, match="the model has no such matrix that an adapter can"):
+            llm.chat(asked, last, lora_request=tower)

@@ -143,6 +143,34 @@ def test_chunks_batches_prefixes_and_preemption_change_no_bit(family: Any, loade
     assert engine.scheduler.images.num_encoded == encoded
 
 
+def test_guidance_combines_the_logits_of_transformers(family: Any, loaded: Loaded) -> None:
+    """Of the prompt with images and of a negative prompt of text, which both go on with the answer;
+    also where the prompt runs in small steps."""
+    name, oracle, _ = family
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images, negative = some_images(vision, 2), [5, 6, 7]
+    ids, placed = prompt(vision, images, seed=70)
+    guided = replace(
+        job("a", ids, placed, guidance_scale=1.7), negative_prompt_token_ids=tuple(negative)
+    )
+    found = answer(run(engine, guided)["a"])
+    known = list[int]()
+    for token, chance in found:
+        own, other = (
+            expected_logits(oracle, name, vision, [*begin, *known], given)[-1].log_softmax(-1)
+            for begin, given in ((ids, images), (negative, []))
+        )
+        chances = (other + 1.7 * (own - other)).log_softmax(-1)
+        assert token == int(chances.argmax()) and abs(chance - float(chances[token])) < 2e-4
+        known.append(token)
+    engine.reset_prefix_cache()
+    engine.add(guided)
+    last = []
+    while engine.has_unfinished:
+        last = engine.step(6) or last
+    assert answer(last[0]) == found
+
+
 def test_another_image_is_another_prefix(loaded: Loaded) -> None:
     vision, engine = loaded.facts.model_config.vision, loaded.engine
     first, second = some_images(vision, 2)
@@ -303,8 +331,9 @@ def test_requests_that_do_not_fit_their_images(loaded: Loaded) -> None:
     for (tokens, images), why in cases:
         with pytest.raises(RequestError, match=why):
             engine.add(job("a", tokens, images))
-    with pytest.raises(RequestError, match="guidance_scale: expected 1 for a prompt with images"):
-        engine.add(job("a", ids, placed, guidance_scale=2.0))
+    guided = replace(job("a", ids, placed, guidance_scale=2.0), negative_prompt_token_ids=(5, 90))
+    with pytest.raises(RequestError, match=r"the negative prompt .* found the placeholder 90"):
+        engine.add(guided)
     [tile] = one.tiles
     huge = one._replace(tiles=(tile.repeat(200, axis=0).repeat(200, axis=1),))
     [(rows, columns)] = one.grids

@@ -99,8 +99,11 @@ class Images:
                 f"images: expected at most {limits.per_prompt} in a prompt (limit_mm_per_prompt), "
                 f"found {len(images)}"
             )
-        if job.params.guidance_scale != 1.0:
-            raise RequestError("guidance_scale: expected 1 for a prompt with images")
+        if placeholder in (job.negative_prompt_token_ids or ()):
+            raise RequestError(
+                f"the negative prompt of a prompt with images: expected text alone, found the "
+                f"placeholder {placeholder}"
+            )
         if job.spec.prompt_embeds is not None:
             raise RequestError("images: expected token ids beside them, found prompt_embeds")
         end = 0
