@@ -10,7 +10,6 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,7 @@ from sdk.models.architecture import EmbeddingRules, ExpertsBeside, LayerRules, a
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
 from sdk.models.moe import ExpertMLP
+from sdk.models.xielu import xielu_numbers
 from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
@@ -154,22 +154,6 @@ class MLPBesideExperts:
         return self.ops.add(y, self.ops.norm(own, self.after))
 
 
-def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
-    """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
-    names = ("alpha_p", "alpha_n", "beta", "eps")
-    alpha_p, alpha_n, beta, eps = (
-        float(source.vector(f"{path}.act_fn.{name}", 1)[0]) for name in names
-    )
-    if not (eps <= 0 and all(map(math.isfinite, (alpha_p, alpha_n, beta, eps)))):
-        found = f"alpha_p {alpha_p:g}, alpha_n {alpha_n:g}, beta {beta:g}, eps {eps:g}"
-        raise CheckpointError(f"{path}.act_fn: expected numbers, eps at most 0, found {found}")
-    return _softplus(alpha_p), beta + _softplus(alpha_n), beta, eps
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
 class Layer:
     """One decoder layer: what mixes tokens and an MLP, each with the norms that the model has.
 
@@ -260,6 +244,42 @@ class Layer:
             x, residual = self._input(self._rounding, delta, residual, self.before_attention)
             x = self._mix(x, step, caches)
             delta = self._output(x, self.after_attention, self.attention_scale)
+        delta, residual = self._feed_forward(delta, residual)
+        if self.input is not None:
+            residual = delta if residual is None else self.ops.add(residual, delta)
+            delta = self.input(residual, step)
+        if self.factor != 1.0:
+            assert residual is not None
+            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
+        return delta, residual
+
+    def queries(
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        """The first part of a layer of an encoder, for some rows: their keys and values go into the
+        pages. Their queries and residual."""
+        attention = self._attention
+        x, residual = self._input(self._rounding, delta, residual, self.before_attention)
+        return attention.cached(attention.qkv(x), step, pages)[0], residual
+
+    def rest(
+        self, q: Tensor, residual: Tensor, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        """The second part, for some rows, when the pages have the keys and values of all rows."""
+        x = self._attention.attended(q, None, step, pages)
+        delta = self._output(x, self.after_attention, self.attention_scale)
+        delta, after = self._feed_forward(delta, residual)
+        assert after is not None
+        return delta, after
+
+    @property
+    def _attention(self) -> Attention:
+        """Of a layer that has nothing else to mix tokens."""
+        [found] = self.mixers
+        assert isinstance(found, Attention)
+        return found
+
+    def _feed_forward(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
             if self.ahead is not None:
@@ -269,12 +289,6 @@ class Layer:
             else:
                 x = self.mlp(x)
             delta = self._output(x, self.after_mlp, self.mlp_scale)
-        if self.input is not None:
-            residual = delta if residual is None else self.ops.add(residual, delta)
-            delta = self.input(residual, step)
-        if self.factor != 1.0:
-            assert residual is not None
-            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
         return delta, residual
 
     @property

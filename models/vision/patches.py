@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
+from sdk.models.vision.portions import groups
 from sdk.quant.safe_repr import safe_repr
 
 
@@ -43,8 +44,6 @@ def places(shape: tuple[int, int], merge: int) -> Places:
 
 #: A tile uint8 ``[height, width, 3]`` and its patches.
 Tile = tuple[NDArray[np.uint8], Places]
-#: Up to this many patches run together, or one tile alone: more need memory and no less time.
-GROUP = 4096
 
 
 def check_image(image: ImageInput, config: VisionConfig) -> None:
@@ -105,15 +104,8 @@ def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
 
 def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:
     """The tiles that run together, in their order."""
-    groups, patches = list[list[Tile]](), GROUP
-    for tile in tiles:
-        count = len(tile[1].rows)
-        if patches + count > GROUP:
-            groups.append([])
-            patches = 0
-        groups[-1].append(tile)
-        patches += count
-    return groups
+    every = groups([len(where.rows) for _, where in tiles])
+    return [[tiles[number] for number in group] for group in every]
 
 
 def windowed(where: Places, config: VisionConfig) -> tuple[Places, list[int], NDArray[np.int64]]:

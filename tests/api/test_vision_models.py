@@ -17,6 +17,7 @@ import transformers
 from PIL import Image
 
 from sdk import LLM, BeamSearchParams, RequestError, SamplingParams
+from sdk.requests.prompt_kinds import ChatOptions
 from sdk.serving import create_app
 from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running
@@ -232,6 +233,29 @@ def test_a_pinned_image_stays_and_another_is_not_taken_for_it(llm: LLM) -> None:
     assert (other.num_cached_tokens or 0) < 16
     assert not llm.unpin(with_images(SEVERAL[:1], [picture(40, 61, 22)]))
     assert llm.unpin(asked) and llm.get_metrics()["num_pages_pinned"] == 0
+
+
+def test_an_estimate_counts_the_work_of_the_tower(llm: LLM) -> None:
+    """Of an image that is not cached, once; the seconds of the tower are set here."""
+    known = with_images(SEVERAL[:1], [picture(40, 61, 31)])
+    llm.chat([known, [SEVERAL[1] | {"role": "user"}]], GREEDY)
+    images = llm._driver._engine.scheduler.images
+    assert images is not None
+    images._seconds_per_work = 1000.0
+    cached = llm.estimate(known, GREEDY)
+    assert cached.num_cached_tokens >= 16 and cached.first_token < 100
+    for count in (1, 2):
+        pictures = [picture(40, 61, 32)] * count
+        other = llm.estimate(with_images(SEVERAL[: 2 * count - 1], pictures), GREEDY)
+        [one] = llm._reader.read_chat(
+            with_images(SEVERAL[:1], pictures[:1]), GREEDY, ChatOptions()
+        ).images
+        layers = images.limits.vision.tower.num_layers
+        seconds = 1000 * layers * images.limits.work(one.image)
+        assert seconds <= other.first_token <= seconds + 100
+        assert other.finish_range is not None and other.finish_range[0] > seconds / 100
+    images._seconds_per_work = None
+    assert llm.estimate(with_images(SEVERAL[:1], [picture(40, 61, 33)]), GREEDY).finish is None
 
 
 def test_several_answers_and_beams_about_an_image(llm: LLM) -> None:

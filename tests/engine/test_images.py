@@ -16,13 +16,11 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.engine.pages.image_keys import image_ids, key_ids
 from sdk.engine.plan import StepResult
-from sdk.engine.scheduling.image_limits import GROUP_PATCHES
 from sdk.loading.load import Loaded, load
 from sdk.memory.images import image_memory, why_no_images
 from sdk.memory.resolve import model_config, open_model
 from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.models.vision.memory import workspace_bytes
-from sdk.models.vision.patches import GROUP, checked, tile_groups
 from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import TEXT, image, vision_model
 from tests.models.tiny_vision_prompts import (
@@ -595,15 +593,24 @@ def test_the_plan_counts_the_tower_its_workspace_and_the_rows(loaded: Loaded) ->
     assert "images" in str(plan)
 
 
-def test_the_scheduler_counts_the_parts_of_a_run_as_the_tower_does(loaded: Loaded) -> None:
+@pytest.mark.parametrize("rows", [None, 20])
+def test_the_scheduler_counts_the_parts_of_a_run_as_the_tower_does(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, rows: int | None
+) -> None:
+    """Of layers as a whole, and of layers in parts of about 20 rows."""
     vision, images = loaded.facts.model_config.vision, loaded.engine.scheduler.images
-    assert GROUP_PATCHES == GROUP
+    if rows is not None:
+        operations = 24 * vision.tower.hidden_size**2 * rows
+        monkeypatch.setattr("sdk.models.vision.portions.PART_OPERATIONS", operations)
+    monkeypatch.setattr("sdk.models.vision.portions.GROUP", 200)
     side = vision.patch * (vision.tile_side if vision.one_size else 8 * vision.merge)
-    for counts in ([1], [3, 2], [1] * 5, [40, 50]):
+    for counts in ([1], [3, 2], [1] * 5):
         inputs = [image(vision, [(side, side)] * count, i) for i, count in enumerate(counts)]
-        tiles = [tile for one in inputs for tile in checked(one, vision)]
-        groups = len(tile_groups(tiles))
-        assert images.limits.units(inputs) == groups * vision.tower.num_layers
+        run, parts = loaded.runner.images._tower.begin(inputs), 0
+        done = False
+        while not done:
+            done, parts = run.advance(1), parts + 1
+        assert images.limits.units(inputs) == parts
 
 
 def test_rows_of_images_have_ids_of_their_own() -> None:

@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
+from sdk.models.vision.portions import groups, units
 
 #: Rows of a block of the image cache.
 BLOCK_ROWS = 16
-#: Patches of the tiles that the tower runs together, unless one has more (models/vision/patches.py;
-#: a test compares them).
-GROUP_PATCHES = 4096
 #: Images are encoded together up to this many patches: beyond it a product computes for longer than
 #: it reads the weights.
 JOINT_PATCHES = 1024
@@ -49,14 +47,13 @@ class ImageLimits(NamedTuple):
         return self.rows // BLOCK_ROWS
 
     def units(self, images: Iterable[ImageInput]) -> int:
-        """Parts of a run: each layer of each group of tiles."""
-        groups, patches = 0, GROUP_PATCHES
-        for image in images:
-            for count in self.tiles(image):
-                if patches + count > GROUP_PATCHES:
-                    groups, patches = groups + 1, 0
-                patches += count
-        return groups * self.vision.tower.num_layers
+        """Parts of a run (models/vision/portions.py)."""
+        patches = [count for image in images for count in self.tiles(image)]
+        more = int(self.vision.class_token)
+        return sum(
+            units([patches[number] + more for number in group], self.vision)
+            for group in groups(patches)
+        )
 
     def work(self, image: ImageInput) -> float:
         """Of one layer, in products of a patch with the layer's matrices: 12 ``hidden`` squared for

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sdk.api.errors import RequestError
 from sdk.engine.job import Job
-from sdk.engine.plan import EncodedImage, Encoding, StepResult
+from sdk.engine.plan import EncodedImage, Encoding, SequenceSpec, StepResult
 from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
 from sdk.engine.scheduling.in_flight import Batch
 from sdk.engine.scheduling.request import Request
@@ -187,6 +187,24 @@ class Images:
             return 0
         left = (span for one in prompts for image in _images_left(one) for span in image.spans)
         return max((count for _, count in left), default=0)
+
+    def left_seconds(
+        self, requests: Iterable[Request], own: Request, num_cached: int
+    ) -> float | None:
+        """How long the tower would work for the images that ``requests`` have yet to read, and for
+        those of ``own`` behind its first ``num_cached`` tokens. ``None``: its speed is unknown."""
+        left = {one.image.key: one.image for one in _images_after(own.job.spec, num_cached)}
+        for request in requests:
+            keys = {one.image.key for one in _images_left(request)}
+            whole = (one.image for one in request.job.spec.images)
+            left.update((image.key, image) for image in whole if image.key in keys)
+        images = [image for key, image in left.items() if key not in self._cached]
+        if not images:
+            return 0.0
+        if self._seconds_per_work is None:
+            return None
+        work = sum(map(self.limits.work, images)) * self.limits.vision.tower.num_layers
+        return work * self._seconds_per_work
 
     def _is_ready(self, image: ImageInput) -> bool:
         found = self._cached.get(image.key)
@@ -377,9 +395,14 @@ def _blocks(image: ImageInput) -> int:
 
 def _images_left(request: Request) -> Iterator[PromptImage]:
     """The images of which a request has yet to run tokens."""
-    for one in request.spec.images:
+    return _images_after(request.spec, request.num_computed)
+
+
+def _images_after(spec: SequenceSpec, num_tokens: int) -> Iterator[PromptImage]:
+    """The images that do not end with the first tokens of a prompt."""
+    for one in spec.images:
         first, count = one.spans[-1]
-        if first + count > request.num_computed:
+        if first + count > num_tokens:
             yield one
 
 
