@@ -162,6 +162,12 @@ class Attention:
 
     def attend(self, qkv: Tensor, step: Step, pages: KVPages) -> Tensor:
         """Attention of the projected ``[T, features of q, k, v and the gate]``."""
+        q, gate = self.cached(qkv, step, pages)
+        return self.attended(q, gate, step, pages)
+
+    def cached(self, qkv: Tensor, step: Step, pages: KVPages) -> tuple[Tensor, Tensor]:
+        """Write keys and values into the pages; the queries ``[T, heads, head_dim]`` and the gate's
+        part."""
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
         q, k, v, gate = self._split(qkv)
@@ -170,6 +176,11 @@ class Attention:
         cos, sin = step.angles[self.rope]
         batch = step.batch.of_group(self.group)
         q = self.ops.rope_and_cache(q, k, v, cos, sin, batch, pages, self.norms, self.query_scale)
+        return q, gate
+
+    def attended(self, q: Tensor, gate: Tensor | None, step: Step, pages: KVPages) -> Tensor:
+        """What queries find in the pages. ``gate``: its part of the projection, if there is one."""
+        batch = step.batch.of_group(self.group)
         y = self.ops.attention(
             q,
             pages,
@@ -185,6 +196,7 @@ class Attention:
             ahead=batch.ahead if self.looks_ahead else None,
         )
         if self.gate is not None:
+            assert gate is not None
             y = self.ops.gate(y, gate, self.gate.kind)
         if self.sub_norm is not None:
             y = self.sub_norm(y)

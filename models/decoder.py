@@ -150,6 +150,42 @@ class Layer:
             x, residual = self._input(self._rounding, delta, residual, self.before_attention)
             x = self._mix(x, step, caches)
             delta = self._output(x, self.after_attention, self.attention_scale)
+        delta, residual = self._feed_forward(delta, residual)
+        if self.input is not None:
+            residual = delta if residual is None else self.ops.add(residual, delta)
+            delta = self.input(residual, step)
+        if self.factor != 1.0:
+            assert residual is not None
+            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
+        return delta, residual
+
+    def queries(
+        self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        """The first part of a layer of an encoder, for some rows: their keys and values go into the
+        pages. Their queries and residual."""
+        attention = self._attention
+        x, residual = self._input(self._rounding, delta, residual, self.before_attention)
+        return attention.cached(attention.qkv(x), step, pages)[0], residual
+
+    def rest(
+        self, q: Tensor, residual: Tensor, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        """The second part, for some rows, when the pages have the keys and values of all rows."""
+        x = self._attention.attended(q, None, step, pages)
+        delta = self._output(x, self.after_attention, self.attention_scale)
+        delta, after = self._feed_forward(delta, residual)
+        assert after is not None
+        return delta, after
+
+    @property
+    def _attention(self) -> Attention:
+        """Of a layer that has nothing else to mix tokens."""
+        [found] = self.mixers
+        assert isinstance(found, Attention)
+        return found
+
+    def _feed_forward(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
             if self.ahead is not None:
@@ -159,12 +195,6 @@ class Layer:
             else:
                 x = self.mlp(x)
             delta = self._output(x, self.after_mlp, self.mlp_scale)
-        if self.input is not None:
-            residual = delta if residual is None else self.ops.add(residual, delta)
-            delta = self.input(residual, step)
-        if self.factor != 1.0:
-            assert residual is not None
-            return self.ops.scale(delta, self.factor), self.ops.scale(residual, self.factor)
         return delta, residual
 
     @property

@@ -25,7 +25,7 @@ _CONTENT = (
 )
 
 
-def _turns(begin: str, image: str, end: str, answer: str) -> str:
+def turns(begin: str, image: str, end: str, answer: str) -> str:
     """A template that writes the parts of a content in their order."""
     text = "{% if m.content is string %}{{ m.content }}{% else %}" + _CONTENT + "{% endif %}"
     body = begin + text.replace("IMAGE", image) + end
@@ -79,7 +79,7 @@ QWEN = Family(
     ),
     {"eos_token": "<|im_end|>"},
     "<|image_pad|>",
-    _turns(
+    turns(
         "<|im_start|>{{ m.role }}\n",
         "<|vision_start|><|image_pad|><|vision_end|>",
         "<|im_end|>\n",
@@ -94,7 +94,7 @@ LLAVA = Family(
     ("<s>", "</s>", "<image>"),
     {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"},
     "<image>",
-    _turns("{{ m.role.upper() }}: ", "<image>\n", " ", "ASSISTANT:"),
+    turns("{{ m.role.upper() }}: ", "<image>\n", " ", "ASSISTANT:"),
     {
         "vision_config": {"image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"},
         "vision_feature_select_strategy": "default",
@@ -119,6 +119,21 @@ FAMILIES = {one.model_type: one for one in (GEMMA, QWEN, LLAVA)}
 def picture(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
     """Random pixels."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """The messages with an image in each plain part."""
+    left = iter(images)
+
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": next(left)} if part["type"] == "image" else part
+
+    return [
+        one
+        if isinstance(one["content"], str)
+        else {**one, "content": [filled(part) for part in one["content"]]}
+        for one in messages
+    ]
 
 
 def _backend(specials: Sequence[str]) -> Tokenizer:
@@ -179,12 +194,9 @@ def reference_ids(
     return list(ids)
 
 
-def reference_inputs(
-    family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
-) -> dict[str, Any]:
-    """What transformers' processor makes of a conversation: the arguments of its model. Parts are
-    ``{"type": "image"}``."""
-    tokenizer = transformers.PreTrainedTokenizerFast(
+def reference_tokenizer(family: Family) -> Any:
+    """transformers' tokenizer of a family."""
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(family.specials),
         chat_template=family.template,
         bos_token=family.roles.get("bos_token"),
@@ -195,6 +207,14 @@ def reference_inputs(
             if name not in ("bos_token", "eos_token")
         },
     )
+
+
+def reference_inputs(
+    family: Family, messages: Sequence[Mapping[str, Any]], pictures: Sequence[NDArray[np.uint8]]
+) -> dict[str, Any]:
+    """What transformers' processor makes of a conversation: the arguments of its model. Parts are
+    ``{"type": "image"}``."""
+    tokenizer = reference_tokenizer(family)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pixels = getattr(transformers, f"{family.kind}Pil")(**family.size)
     if family.model_type == "gemma3":

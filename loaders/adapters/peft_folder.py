@@ -40,6 +40,7 @@ PREFIX = "base_model.model."
 #: Beginnings of paths in other classes of transformers -> those of a causal language model.
 _ROOTS = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head", "lm_head"),
     ("layers.", "model.layers."),

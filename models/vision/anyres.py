@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.models.vision.image import ImageInput
+
+if TYPE_CHECKING:
+    from sdk.models.vision.config import VisionConfig
 
 Size = tuple[int, int]
 
@@ -37,6 +41,34 @@ def filled(down: int, across: int, size: Size) -> tuple[slice, slice]:
         return slice(empty, down - empty), slice(0, across)
     empty = (across - int(round(width * (down / height), 7))) // 2
     return slice(0, down), slice(empty, across - empty)
+
+
+def shrunk(down: int, across: int, most: int | None) -> Size:
+    """The rows and columns of a grid of tokens that has about ``most`` of them at most."""
+    ratio = 1.0 if most is None else math.sqrt(down * across / most)
+    return (down, across) if ratio <= 1.1 else (int(down // ratio), int(across // ratio))
+
+
+def packed_tokens(image: ImageInput, config: VisionConfig) -> int:
+    """How many tokens the tiles of an image become.
+
+    :raises ValueError: it has no pixels, or other tiles than an image of its size.
+    """
+    if any(type(side) is not int or side < 1 for side in image.size):
+        raise ValueError(f"a size of {image.size} pixels, expected at least 1 x 1")
+    side, tokens = config.tile_side * config.patch, config.tile_side // config.merge
+    height, width = best_size(config.pictures, *image.size)
+    rows, columns = height // side, width // side
+    if len(image.tiles) != 1 + rows * columns:
+        raise ValueError(
+            f"{len(image.tiles)} tiles of an image of {image.size[0]} x {image.size[1]} pixels, "
+            f"expected {1 + rows * columns}"
+        )
+    kept = filled(rows * tokens, columns * tokens, image.size)
+    most = None if config.most_tiles is None else config.most_tiles * tokens**2
+    down, across = (max(part.stop - part.start, 0) for part in kept)
+    down, across = shrunk(down, across, most)
+    return tokens**2 + down * (across + 1)
 
 
 class Packer:
@@ -71,13 +103,9 @@ class Packer:
         return torch.cat([whole, torch.cat([grid, ends], dim=1).flatten(0, 1)])
 
     def _shrunk(self, grid: Tensor) -> Tensor:
-        if self.most_tiles is None:
-            return grid
-        down, across = grid.shape[:2]
-        ratio = math.sqrt(down * across / (self.most_tiles * self.tokens**2))
-        if ratio <= 1.1:
-            return grid
-        return stretched(grid, int(down // ratio), int(across // ratio))
+        most = None if self.most_tiles is None else self.most_tiles * self.tokens**2
+        down, across = shrunk(grid.shape[0], grid.shape[1], most)
+        return grid if (down, across) == grid.shape[:2] else stretched(grid, down, across)
 
 
 def stretched(grid: Tensor, down: int, across: int) -> Tensor:

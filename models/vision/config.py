@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,6 +85,8 @@ class VisionConfig:
     axes: tuple[int, ...] | None = None
     #: Rows of a square table of learned positions; 0: there is none.
     positions: int = 0
+    #: All tiles have the patches of this table.
+    one_size: bool = False
     #: Of the norms and of the MLP after the tower.
     projector_eps: float = 1e-6
     projector_activation: Activation = "gelu"
@@ -104,6 +107,11 @@ class VisionConfig:
     def features(self) -> int:
         """Vectors for each token."""
         return 1 + len(self.deepstack)
+
+    @property
+    def tile_side(self) -> int:
+        """Of a tower with a table of positions: the rows, and the columns, of patches of it."""
+        return math.isqrt(self.positions - int(self.class_token))
 
 
 def encoder_config(

@@ -49,6 +49,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         merge=side // tokens_per_side,
         both_ways="all",
         positions=side * side,
+        one_size=True,
     )
 
 

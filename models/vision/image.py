@@ -29,6 +29,11 @@ class ImageInput(NamedTuple):
     #: Rows and columns of pixels before resizing.
     size: tuple[int, int] = (0, 0)
 
+    @property
+    def key(self) -> bytes:
+        """What its rows are known by: the digest, and how many there are."""
+        return self.digest + self.num_tokens.to_bytes(8, "big")
+
 
 class PromptImage(NamedTuple):
     """An image in a prompt.

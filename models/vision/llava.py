@@ -48,6 +48,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         mean=CLIP_MEAN,
         std=CLIP_STD,
         positions=side**2 + 1,
+        one_size=True,
         projector_activation=activation_named(activation, "projector_hidden_act"),
         class_token=True,
     )

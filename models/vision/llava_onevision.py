@@ -60,6 +60,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_patches=tiles * side**2,
         max_tokens=int(kept * side**2) + max(height // patch for height, _ in sizes),
         positions=side**2,
+        one_size=True,
         projector_activation=activation_named(activation, "projector_hidden_act"),
         pictures=sizes,
         most_tiles=int(number),

@@ -26,7 +26,7 @@ def tower_bytes(entries: Iterable[TensorEntry]) -> int:
 def workspace_bytes(config: VisionConfig, patches: int) -> int:
     """What tiles of this many patches need together beside weights, with their results.
 
-    Tiles run in groups of :data:`sdk.models.vision.patches.GROUP` patches, or of one tile that has
+    Tiles run in groups of :data:`sdk.models.vision.portions.GROUP` patches, or of one tile that has
     more; what has run has its results alone.
     """
     c, width = config.tower, config.tower.hidden_size

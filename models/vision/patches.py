@@ -8,8 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
+from sdk.models.vision.portions import groups
+from sdk.quant.safe_repr import safe_repr
 
 
 class Places(NamedTuple):
@@ -41,8 +44,50 @@ def places(shape: tuple[int, int], merge: int) -> Places:
 
 #: A tile uint8 ``[height, width, 3]`` and its patches.
 Tile = tuple[NDArray[np.uint8], Places]
-#: Up to this many patches run together, or one tile alone: more need memory and no less time.
-GROUP = 4096
+
+
+def check_image(image: ImageInput, config: VisionConfig) -> None:
+    """Check all that the engine reads of an image, which callers may have made themselves.
+
+    :raises ValueError: it is not what the tower reads.
+    """
+    if not isinstance(image.digest, bytes) or not image.tiles:
+        raise ValueError(
+            f"expected tiles and a digest of bytes, found {len(image.tiles)} tiles and "
+            f"{safe_repr(image.digest)}"
+        )
+    if len(image.grids) != len(image.tiles):
+        raise ValueError(
+            f"{len(image.tiles)} tiles, expected as many grids, not {len(image.grids)}"
+        )
+    for tile, grid in zip(image.tiles, image.grids, strict=True):
+        _check_tile(tile, grid, config)
+    tokens = sum(rows * columns for rows, columns in image.grids)
+    if config.pictures:
+        tokens = packed_tokens(image, config)
+    if image.num_tokens != tokens:
+        raise ValueError(f"{image.num_tokens} tokens, expected {tokens}")
+
+
+def _check_tile(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionConfig) -> None:
+    if tile.dtype != np.uint8 or tile.ndim != 3 or tile.shape[2] != 3 or not tile.size:
+        raise ValueError(
+            f"a tile of {tile.dtype} and shape {list(tile.shape)}, expected uint8 [height, width, "
+            "3]"
+        )
+    unit = config.patch * config.merge
+    shape = tile.shape[0] // config.patch, tile.shape[1] // config.patch
+    merged = shape[0] // config.merge, shape[1] // config.merge
+    if merged != tuple(grid) or any(side % config.merge for side in shape) or not all(merged):
+        raise ValueError(
+            f"a tile of {tile.shape[0]} x {tile.shape[1]} pixels and {grid[0]} x {grid[1]} tokens, "
+            f"expected sides of {unit} pixels for each token"
+        )
+    if config.one_size and shape != (config.tile_side, config.tile_side):
+        raise ValueError(
+            f"a tile of {shape[0]} x {shape[1]} patches, expected {config.tile_side} x "
+            f"{config.tile_side}"
+        )
 
 
 def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
@@ -50,29 +95,17 @@ def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
 
     :raises ValueError: they are not what the tower reads.
     """
-    unit, found = config.patch * config.merge, list[Tile]()
-    for tile, grid in zip(image.tiles, image.grids, strict=True):
-        shape = tile.shape[0] // config.patch, tile.shape[1] // config.patch
-        if (shape[0] // config.merge, shape[1] // config.merge) != grid or shape[0] % config.merge:
-            raise ValueError(
-                f"image: a tile of {tile.shape[0]} x {tile.shape[1]} pixels and {grid[0]} x "
-                f"{grid[1]} tokens, expected sides of {unit} pixels for each token"
-            )
-        found.append((tile, places(shape, config.merge)))
-    return found
+    check_image(image, config)
+    return [
+        (tile, places((rows * config.merge, columns * config.merge), config.merge))
+        for tile, (rows, columns) in zip(image.tiles, image.grids, strict=True)
+    ]
 
 
 def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:
     """The tiles that run together, in their order."""
-    groups, patches = list[list[Tile]](), GROUP
-    for tile in tiles:
-        count = len(tile[1].rows)
-        if patches + count > GROUP:
-            groups.append([])
-            patches = 0
-        groups[-1].append(tile)
-        patches += count
-    return groups
+    every = groups([len(where.rows) for _, where in tiles])
+    return [[tiles[number] for number in group] for group in every]
 
 
 def windowed(where: Places, config: VisionConfig) -> tuple[Places, list[int], NDArray[np.int64]]:

@@ -23,15 +23,32 @@ def num_pages(lengths: Sequence[int], page_size: int) -> int:
     return sum(-(-length // page_size) for length in lengths)
 
 
-def sequence_batch(lengths: Sequence[int], page_size: int, ops: Ops) -> AttentionBatch:
-    """Sequences of these lengths, one after the other, each in pages of its own."""
+def sequence_batch(
+    lengths: Sequence[int],
+    page_size: int,
+    ops: Ops,
+    rows: tuple[int, int] | None = None,
+    *,
+    whole: bool = True,
+) -> AttentionBatch:
+    """Sequences of these lengths, one after the other, each in pages of its own.
+
+    ``rows``: only these, of all sequences together. They see ``whole`` sequences, or what is up to
+    themselves: in the latter batch their keys and values are written.
+    """
     each = [-(-length // page_size) for length in lengths]
     table = np.zeros((len(lengths), max(each)), np.int32)
     first = 0
     for row, count in zip(table, each, strict=True):
         row[:count] = np.arange(first, first + count)
         first += count
-    tokens, counts = sum(lengths), np.array(lengths, np.int32)
+    ends = np.cumsum(lengths)
+    begin, end = rows or (0, int(ends[-1]))
+    low, high = np.maximum(ends - lengths, begin), np.minimum(ends, end)
+    some = low < high
+    table, counts = table[some], (high - low)[some].astype(np.int32)
+    context = (np.array(lengths) if whole else high - (ends - lengths))[some].astype(np.int32)
+    tokens = end - begin
 
     def sent(values: object) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(ops.device)
@@ -39,13 +56,13 @@ def sequence_batch(lengths: Sequence[int], page_size: int, ops: Ops) -> Attentio
     batch = AttentionBatch(
         positions=sent(np.zeros(tokens, np.int64)),
         query_start=sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-        context_len=sent(counts),
+        context_len=sent(context),
         page_table=sent(table),
         slots=sent(np.zeros(tokens, np.int64)),
         page_size=page_size,
-        max_query_len=max(lengths),
-        max_context_len=max(lengths),
-        lengths=tuple((length, length) for length in lengths),
+        max_query_len=int(counts.max()),
+        max_context_len=int(context.max()),
+        lengths=tuple(zip(counts.tolist(), context.tolist(), strict=True)),
     )
     ops.find_places(batch)
     return batch

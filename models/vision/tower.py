@@ -6,8 +6,7 @@ and have the same bits as alone, because each row of an operator depends on its 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
+from sdk.models.vision.portions import Parts, parts_of
 from sdk.models.vision.sequences import (
     PAGE_SIZE,
     SHORT,
@@ -184,11 +184,10 @@ class Tower:
         self.packer: Packer | None = None
         if config.pictures:
             newline = _tensor(source, "projector.newline", (config.hidden_size,))
-            side = math.isqrt(config.positions - int(config.class_token))
             self.packer = Packer(
                 config.pictures,
-                side * config.patch,
-                side // config.merge,
+                config.tile_side * config.patch,
+                config.tile_side // config.merge,
                 newline.to(self.ops.device),
                 config.most_tiles,
             )
@@ -255,7 +254,7 @@ def _patch_matrix(source: Source, config: VisionConfig) -> Tensor:
 
 
 class TowerRun:
-    """Images that are being encoded, as many tiles at a time as have :data:`GROUP` patches."""
+    """Images that are being encoded, as many tiles at a time as have ``GROUP`` patches."""
 
     def __init__(self, tower: Tower, images: Sequence[ImageInput]) -> None:
         self._tower, self._images = tower, tuple(images)
@@ -266,32 +265,33 @@ class TowerRun:
 
     @property
     def patches(self) -> int:
-        """Of those whose layers run next: what a layer costs grows with it. 0: all is done."""
+        """Of the tiles that run next; 0: all is done."""
         if self._group is not None:
             return self._group.patches
         more = int(self._tower.config.class_token)
         tiles = self._waiting[0] if self._waiting else []
         return sum(len(where.rows) + more for _, where in tiles)
 
-    def advance(self, layers: int) -> bool:
-        """Run up to ``layers`` more layers; ``True`` when everything is done."""
+    def advance(self, parts: int) -> bool:
+        """Run up to so many more parts, as :mod:`sdk.models.vision.portions` counts them; ``True``
+        when everything is done."""
         with torch.inference_mode():
             while self._waiting or self._group is not None:
+                if parts <= 0:
+                    return False
                 if self._group is None:
                     self._group = TileGroup(self._tower, self._waiting.pop(0))
-                layers -= self._group.advance(layers)
-                if not self._group.done:
-                    return False
-                self._found.append(self._group.projected())
-                self._group = None
-                if layers <= 0 and self._waiting:
-                    return False
+                self._group.advance()
+                parts -= 1
+                if self._group.rows is not None:
+                    self._found.append(self._group.rows)
+                    self._group = None
         return True
 
     def rows(self) -> list[Tensor]:
         """For each image float32 ``[num_tokens, features * hidden]``, token by token.
 
-        :raises ValueError: not all layers have run, or an image has another number of tokens.
+        :raises ValueError: not all layers have run.
         """
         if self._waiting or self._group is not None:
             raise ValueError("rows: layers are left to run, advance() returns True when none is")
@@ -300,10 +300,7 @@ class TowerRun:
         for image in self._images:
             count = sum(down * across for down, across in image.grids)
             rows = every[first : first + count]
-            rows = rows if pack is None else pack(rows, image)
-            if len(rows) != image.num_tokens:
-                raise ValueError(f"image: {image.num_tokens} tokens, expected {len(rows)}")
-            found.append(rows)
+            found.append(rows if pack is None else pack(rows, image))
             first += count
         return found
 
@@ -327,20 +324,70 @@ class TileGroup:
         size = SHORT if tower.config.window else PAGE_SIZE
         pages = max(num_pages(lengths, size), num_pages(windows, size))
         self._pages = [sequence_pages(pages, size, c.num_heads, c.head_dim, ops)]
-        angles = [self._angles(tiles)]
+        angles = self._angles(tiles)
+        self._parts = parts_of(lengths, tower.config)
         #: Of layers that see whole tiles, and of those that see windows.
-        self._full = self._windows = Step(sequence_batch(lengths, size, ops), angles)
+        self._full = self._windows = Steps(lengths, size, ops, angles, self._parts)
         if tower.config.window:
-            self._windows = Step(sequence_batch(windows, size, ops), angles)
+            self._windows = Steps(windows, size, ops, angles, self._parts)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
-        self._run = 0
-        self._deepstack: list[Tensor] = []
+        #: The tokens, float32 ``[tokens, features * hidden]``, when all parts have run.
+        self.rows: Tensor | None = None
+        self._run = self._each_part()
+        next(self._run)
 
-    @property
-    def done(self) -> bool:
-        """Whether all layers have run."""
-        return self._run == self._tower.num_layers
+    def advance(self) -> None:
+        """Run the next part of those that :mod:`sdk.models.vision.portions` counts."""
+        next(self._run, None)
+
+    def _each_part(self) -> Iterator[None]:
+        """Each part begins with a yield."""
+        tower, deepstack = self._tower, list[Tensor]()
+        for number, layer in enumerate(tower.layers):
+            steps = self._full if number in tower.config.full else self._windows
+            if self._parts is None:
+                yield
+                self._delta, self._residual = layer(
+                    self._delta, self._residual, steps.all, self._pages
+                )
+            else:
+                yield from self._layer_in_parts(layer, steps)
+            if number in tower.config.deepstack:
+                project = tower.deepstack[len(deepstack)]
+                deepstack.append((yield from self._projected(project, self._stream())))
+        rows = yield from self._projected(tower.projector, self._result())
+        if self._order is not None:
+            rows = tower.ops.select_rows(rows, self._order)
+        self.rows = torch.cat([rows, *deepstack], dim=1) if deepstack else rows
+
+    def _layer_in_parts(self, layer: Layer, steps: Steps) -> Iterator[None]:
+        [pages] = self._pages
+        queries, sums, deltas = list[Tensor](), list[Tensor](), list[Tensor]()
+        for (begin, end), step in steps.keys:
+            yield
+            before = None if self._residual is None else self._residual[begin:end]
+            q, total = layer.queries(self._delta[begin:end], before, step, pages)
+            queries.append(q)
+            sums.append(total)
+        q, residual = torch.cat(queries), torch.cat(sums)
+        sums = []
+        for (begin, end), step in steps.rest:
+            yield
+            delta, total = layer.rest(q[begin:end], residual[begin:end], step, pages)
+            deltas.append(delta)
+            sums.append(total)
+        self._delta, self._residual = torch.cat(deltas), torch.cat(sums)
+
+    def _projected(self, project: Projector, x: Tensor) -> Generator[None, None, Tensor]:
+        """Tokens of patches."""
+        if self._parts is None:
+            return project(x)
+        found, size = list[Tensor](), self._parts.projected
+        for begin in range(0, len(x), size):
+            yield
+            found.append(project(x[begin : begin + size]))
+        return torch.cat(found)
 
     def _in_windows(self, tiles: Sequence[Tile]) -> tuple[list[Tile], list[int]]:
         """The tiles with their patches window by window, and the patches of each window."""
@@ -394,26 +441,6 @@ class TileGroup:
         self._kept = torch.from_numpy(np.concatenate(kept)).to(x.device)
         return whole
 
-    def advance(self, layers: int) -> int:
-        """Run up to ``layers`` layers; returns how many."""
-        tower, first = self._tower, self._run
-        end = min(first + max(layers, 0), tower.num_layers)
-        for number in range(first, end):
-            layer = tower.layers[number]
-            whole = number in tower.config.full
-            self._delta, self._residual = layer(
-                self._delta,
-                self._residual,
-                self._full if whole else self._windows,
-                self._pages,
-            )
-            if number in tower.config.deepstack:
-                stream = self._stream()
-                project = tower.deepstack[len(self._deepstack)]
-                self._deepstack.append(project(stream))
-        self._run = end
-        return end - first
-
     def _stream(self) -> Tensor:
         """What comes out of the last layer that ran, in memory of its own."""
         ops = self._tower.ops
@@ -421,17 +448,42 @@ class TileGroup:
         stream = ops.add(ops.zeros(*self._delta.shape), self._residual)
         return ops.add(stream, self._delta)
 
-    def projected(self) -> Tensor:
-        """The tokens, float32 ``[tokens, features * hidden]``."""
+    def _result(self) -> Tensor:
+        """What the projector reads, float32 ``[patches, width]``."""
         tower, ops = self._tower, self._tower.ops
         assert self._residual is not None
         if tower.norm is None:
             x = ops.add(self._residual, self._delta)
         else:
             x, _ = ops.add_norm(self._delta, self._residual, tower.norm, wide=True)
-        if self._kept is not None:
-            x = ops.select_rows(x, self._kept)
-        rows = tower.projector(x)
-        if self._order is not None:
-            rows = ops.select_rows(rows, self._order)
-        return torch.cat([rows, *self._deepstack], dim=1) if self._deepstack else rows
+        return x if self._kept is None else ops.select_rows(x, self._kept)
+
+
+#: Rows from the first to before the last, and the batch in which they run.
+Part = tuple[tuple[int, int], Step]
+
+
+class Steps:
+    """The batches of layers whose sequences have these lengths: of all rows, and of the parts in
+    which keys are written and in which they are read."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        page_size: int,
+        ops: Ops,
+        angles: tuple[Tensor, Tensor],
+        parts: Parts | None,
+    ) -> None:
+        self.all = Step(sequence_batch(lengths, page_size, ops), [angles])
+        self.keys: list[Part] = []
+        self.rest: list[Part] = []
+        if parts is None:
+            return
+        total = sum(lengths)
+        for whole, size, found in ((False, parts.keys, self.keys), (True, parts.rest, self.rest)):
+            for begin in range(0, total, size):
+                rows = begin, min(begin + size, total)
+                turns = angles[0][slice(*rows)], angles[1][slice(*rows)]
+                batch = sequence_batch(lengths, page_size, ops, rows, whole=whole)
+                found.append((rows, Step(batch, [turns])))

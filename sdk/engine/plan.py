@@ -275,3 +275,5 @@ class StepResult(NamedTuple):
     mask_seconds: float = 0.0
     #: How long the tower worked before the step.
     encode_seconds: float = 0.0
+    #: Images of the run of the tower that failed in this step, by their keys, and why.
+    unencoded: Mapping[bytes, str] = {}

@@ -9,7 +9,6 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.engine.scheduling.image_limits import (
     BLOCK_ROWS,
-    GROUP_PATCHES,
     JOINT_PATCHES,
     ImageLimits,
 )
@@ -63,15 +62,16 @@ def image_memory(
     if vision is None or why is not None:
         return None
     from sdk.models.vision.memory import tower_bytes, workspace_bytes  # with images
+    from sdk.models.vision.portions import GROUP
 
     tokens = min(vision.max_tokens, config.max_model_len or min(model.max_position, _MOST_TOKENS))
     tokens = -(-tokens // BLOCK_ROWS) * BLOCK_ROWS
     patches = min(vision.max_patches, math.ceil(vision.max_patches * tokens / vision.max_tokens))
-    together = min(max(patches, JOINT_PATCHES), GROUP_PATCHES)  # several tiles
+    together = min(max(patches, JOINT_PATCHES), GROUP)  # several tiles
     if vision.positions and vision.axes is None and not vision.max_patches % vision.positions:
         patches = vision.positions  # of a tile, which has one size
-    one = workspace_bytes(vision, GROUP_PATCHES) / GROUP_PATCHES
-    patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP_PATCHES))
+    one = workspace_bytes(vision, GROUP) / GROUP
+    patches = min(patches, max(int(_WORKSPACE_BYTES / one), GROUP))
     row = 4 * vision.features * vision.hidden_size
     rows = max(tokens, min(_CACHE_BYTES // row // BLOCK_ROWS * BLOCK_ROWS, _MOST_IMAGES * tokens))
     ranks, entries = config.tensor_parallel_size, checkpoint.entries()
@@ -94,14 +94,9 @@ def image_limits(
     seen = [window for window in model.sliding_windows if window is not None]
     return ImageLimits(
         rows=memory.rows,
-        layers=vision.tower.num_layers,
-        hidden=vision.tower.hidden_size,
-        patch=vision.patch,
+        vision=vision,
         max_patches=memory.max_patches,
-        token_id=vision.token_id,
-        both_ways=vision.both_ways is not None,
         window=min(seen, default=0),
         span=config.step_tokens - config.max_num_seqs,
         per_prompt=config.most_images,
-        axes=vision.axes is not None,
     )

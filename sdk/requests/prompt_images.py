@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from sdk.api.errors import RequestError
+from sdk.kernels.errors import MissingPackageError
 from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import ImageTexts, Tokenizer
@@ -118,11 +119,18 @@ class ImageReader:
 
         if isinstance(source, _Url):
             source = self._of_url(source, where)
-        pixels = decode(source, name=where)
+        try:
+            pixels = decode(source, name=where)
+        except (RequestError, MissingPackageError):
+            raise
+        except Exception as error:
+            raise _unread(where, error) from error
         try:
             return self._processor.read(pixels)
         except RequestError as error:
             raise RequestError(f"{where}: {error}") from error
+        except Exception as error:
+            raise _unread(where, error) from error
 
     def _of_url(self, url: _Url, where: str) -> bytes | str:
         """What a URL names: bytes, or a data URL as it is.
@@ -270,6 +278,13 @@ class _Url(str):
     """A string that names an image; others are paths of the caller."""
 
     __slots__ = ()
+
+
+def _unread(where: str, error: Exception) -> RequestError:
+    """The error for an image at which something failed that nobody expected."""
+    return RequestError(
+        f"{where}: the image cannot be read: {type(error).__name__}: {str(error)[:200]}"
+    )
 
 
 def image_parts(message: object) -> Iterator[tuple[int, Mapping[str, Any]]]:

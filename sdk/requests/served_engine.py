@@ -4,7 +4,7 @@ and pinned prefixes, and the engine itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from sdk.api.params import SamplingParams
 from sdk.api.sizes import format_bytes, parse_bytes
 from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.pages.budget import Budget
+from sdk.engine.pages.image_keys import key_ids
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.snapshot import Snapshot
 from sdk.loading.explain import explain
@@ -298,8 +299,8 @@ class SavedPrefixes:
             raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
         if prompt.images:
             raise RequestError(
-                "snapshot: a prompt with images cannot be saved in this release; its prefix stays "
-                "in the cache like that of any other prompt"
+                "snapshot: a prompt with images cannot be saved: its token ids do not "
+                "tell one image from another; pin() keeps its prefix in memory"
             )
         if prompt.adapter is not None:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
@@ -366,18 +367,13 @@ class SavedPrefixes:
 
     def pin(self, prompt: Prompt) -> int:
         """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""
-        if prompt.images:
-            raise RequestError(
-                "pin: a prompt with images cannot be pinned in this release; its prefix stays in "
-                "the cache like that of any other prompt"
-            )
-        ids, salt, adapter = prompt.token_ids, prompt.cache_salt, _key_of(prompt)
+        ids, salt, adapter = _ids_of(prompt), prompt.cache_salt, _key_of(prompt)
         return self._when_cached(prompt, lambda: self.kept.pin(ids, salt, adapter))
 
     def unpin(self, prompt: Prompt) -> bool:
         """Remove the pin of exactly these pages. False: there is none."""
         return self._driver.between_steps(
-            lambda: self.kept.unpin(prompt.token_ids, prompt.cache_salt, _key_of(prompt))
+            lambda: self.kept.unpin(_ids_of(prompt), prompt.cache_salt, _key_of(prompt))
         )
 
     def forget(self) -> bool:
@@ -410,6 +406,11 @@ class SavedPrefixes:
         [answer] = output.outputs
         if answer.finish_reason not in ("stop", "length"):
             raise RequestError(f"the prefix was not computed: {answer.stop_reason}")
+
+
+def _ids_of(prompt: Prompt) -> Sequence[int]:
+    """The ids by which its prefixes are found: of an image those of its pixels."""
+    return key_ids(prompt.token_ids, prompt.images) if prompt.images else prompt.token_ids
 
 
 def _key_of(prompt: Prompt) -> str | None:

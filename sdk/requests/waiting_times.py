@@ -127,7 +127,7 @@ def estimate(
     """See :meth:`sdk.LLM.estimate`. Reads the scheduler's state while a step may change it."""
     queues, times = scheduler.queues, scheduler.times
     job = Job(
-        SequenceSpec("estimate", params),
+        SequenceSpec("estimate", params, images=prompt.images),
         prompt.token_ids,
         priority=priority,
         cache_salt=prompt.cache_salt,
@@ -145,14 +145,17 @@ def estimate(
     first_victim = _overtaken(scheduler, policy or queues.policy, request, running)
     ahead, behind = _in_order(policy or queues.policy, waiting, request, charge=policy is not None)
     counts = len(prompt.token_ids), cached, len(ahead)
-    if not times.known:
+    tower: float | None = 0.0
+    if scheduler.images is not None:
+        tower = scheduler.images.left_seconds([*running, *ahead], request, cached)
+    if not times.known or tower is None:
         return Estimate(None, None, None, None, *counts)
 
     def look(share: float | None) -> tuple[float, float]:
         length = _lengths(scheduler, share)
         own = _work(request, length)
         own.prompt, own.context = own.prompt - cached, cached
-        return forecast(
+        first, finish = forecast(
             times,
             [_work(one, length) for one in running if one is not first_victim],
             [_work(one, length) for one in ahead],
@@ -161,6 +164,7 @@ def estimate(
             max_num_seqs=scheduler.config.max_num_seqs,
             step_tokens=mixed_step_tokens(scheduler),
         )
+        return first + tower, finish + tower
 
     step = times.decode(len(running)) if running else 0.0  # one may be in progress
     wrong = 1 + _ERRORS * times.error

@@ -19,6 +19,7 @@ from sdk.serving.anthropic import messages as anthropic
 from sdk.serving.endpoint import Endpoint, Handler, Services
 from sdk.serving.errors import INTERNAL, ErrorResponse
 from sdk.serving.guard.body_limits import BodyLimits
+from sdk.serving.guard.http_limits import BODY_WITH_IMAGES
 from sdk.serving.interfaces import interface_of
 from sdk.serving.kept_responses import MAX_KEPT_BYTES, KeptResponses
 from sdk.serving.live import Live
@@ -79,7 +80,7 @@ def create_app(
     *,
     model_name: str | Sequence[str] | None = None,
     access: Access | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int | None = None,
     max_kept_bytes: int = MAX_KEPT_BYTES,
     limits: BodyLimits | None = None,
     page: bool = False,
@@ -93,7 +94,8 @@ def create_app(
     its file or folder); responses have the first one. While there is one model without adapters,
     requests may use any name. ``access``: who may do what (default: everybody everything; see
     :mod:`sdk.serving.access`). ``max_kept_bytes``: of the responses that ``previous_response_id``
-    may name; 0 keeps none. ``limits``: of the parameters of one request, besides those of
+    may name; 0 keeps none. ``max_body_bytes``: of the body of a request (default: 16 MiB, and 32
+    MiB where a model reads images). ``limits``: of the parameters of one request, besides those of
     ``SamplingParams``.
     :func:`sdk.serving.guard.protected` adds the limits of HTTP. ``page``: serve the page at ``/``
     and its live view, ``/live``. ``metrics_prefix``: of the names at ``/metrics``; with ``"vllm"``
@@ -110,6 +112,8 @@ def create_app(
     check_flags(page=page)
     served = Models(models, model_name)
     live = Live(served) if page else None
+    if max_body_bytes is None:
+        max_body_bytes = BODY_WITH_IMAGES if any(one.sees for one in served) else MAX_BODY_BYTES
     services = Services(
         served,
         access or Open(),

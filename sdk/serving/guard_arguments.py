@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sdk.api.errors import RequestError
@@ -23,6 +23,7 @@ from sdk.serving.guard import (
     Meter,
     Origins,
 )
+from sdk.serving.guard.http_limits import BODY_WITH_IMAGES
 from sdk.serving.guard.origins import is_loopback
 from sdk.serving.keys_command import add_limit_arguments, limits_of
 
@@ -126,6 +127,14 @@ def protection(args: argparse.Namespace) -> Iterator[Protection]:
             audit_requests=args.audit_prompts,
         )
         yield Protection(access, http, body, origins)
+
+
+def with_images(guard: Protection, args: argparse.Namespace) -> Protection:
+    """For models that read images: with room for them in a body, unless a limit was given."""
+    if any(word.partition("=")[0] == "body_bytes" for word in args.limit):
+        return guard
+    most = max(guard.http.body_bytes, min(BODY_WITH_IMAGES, guard.http.buffered_bytes))
+    return replace(guard, http=replace(guard.http, body_bytes=most))
 
 
 def warning(args: argparse.Namespace) -> str | None:

@@ -25,7 +25,13 @@ from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
 from sdk.kernels.packages import missing
-from sdk.serving.guard_arguments import Protection, add_guard_arguments, protection, warning
+from sdk.serving.guard_arguments import (
+    Protection,
+    add_guard_arguments,
+    protection,
+    warning,
+    with_images,
+)
 
 if TYPE_CHECKING:
     import uvicorn
@@ -193,6 +199,8 @@ def serve(
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if any(llm._reader.images is not None for llm in llms.values()):
+        guard = with_images(guard, args)
     app = made_app(llms, args, guard)
 
     class Server(uvicorn.Server):

@@ -22,7 +22,7 @@ from sdk.api.scheduling_policy import PolicyName, SchedulingPolicy
 from sdk.llm import LLM
 from sdk.requests.prompt_images import ImageReader
 from sdk.testing.fake_executor import ScriptedExecutor
-from sdk.testing.fake_tokenizer import IMAGE, FakeTokenizer
+from sdk.testing.fake_tokenizer import IMAGE, IMAGE_MODEL, FakeTokenizer
 from sdk.testing.script import Answers, FakeRequest, Script
 from sdk.testing.served_script import ServedScript, needs_weights
 
@@ -148,15 +148,11 @@ class FakeLLM(LLM):
 
 
 def _image_reader(config: EngineConfig, tokenizer: FakeTokenizer) -> ImageReader:
-    """As a LLaVA 1.5 of 28 by 28 pixels reads images."""
+    """As the model of ``IMAGE_MODEL`` reads images."""
     from sdk.images.processors import image_processor
 
     sides = {"height": 28, "width": 28}
-    vision = {"image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"}
-    processor = image_processor(
-        {"model_type": "llava", "vision_config": vision},
-        {"size": {"shortest_edge": 28}, "crop_size": sides},
-    )
+    processor = image_processor(IMAGE_MODEL, {"size": {"shortest_edge": 28}, "crop_size": sides})
     token_id = tokenizer.token_to_id(IMAGE)
     assert token_id is not None
     return ImageReader.of(config, processor, token_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.quant.tokenizer import TooManyTokens
@@ -19,6 +20,20 @@ VOCAB_SIZE = 1 << 16
 _WORD = re.compile(r"\s*\w{1,12}|\s*[^\w\s]|\s+")
 #: The token of images, for a model that reads them.
 IMAGE = "<image>"
+#: The config of such a model: a LLaVA 1.5 that reads 28 by 28 pixels.
+IMAGE_MODEL: dict[str, Any] = {
+    "model_type": "llava",
+    "text_config": {"hidden_size": 1},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "image_size": 28,
+        "patch_size": 14,
+        "hidden_size": 1,
+        "intermediate_size": 1,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 2,
+    },
+}
 _TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"

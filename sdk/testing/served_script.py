@@ -14,6 +14,8 @@ from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.loading.sampling_defaults import SamplingDefaults
+from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.family import vision_of
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.driver import Driver
 from sdk.requests.monitoring import Monitoring
@@ -23,7 +25,7 @@ from sdk.requests.prompts import Prompt
 from sdk.requests.served import Frontend
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_jobs import FakeReader, ScriptedJobs
-from sdk.testing.fake_tokenizer import END, VOCAB_SIZE, FakeTokenizer
+from sdk.testing.fake_tokenizer import END, IMAGE_MODEL, VOCAB_SIZE, FakeTokenizer
 from sdk.testing.script import Script
 
 if TYPE_CHECKING:
@@ -122,14 +124,17 @@ def _limits(config: EngineConfig, images: ImageReader | None) -> SchedulerConfig
         if images is None
         else ImageLimits(
             rows=64 * BLOCK_ROWS,
-            layers=1,
-            hidden=1,
-            patch=1,
+            vision=_vision(images),
             max_patches=1 << 30,
-            token_id=images.token_id,
             per_prompt=config.most_images,
         ),
     )
+
+
+def _vision(images: ImageReader) -> VisionConfig:
+    found = vision_of({**IMAGE_MODEL, "image_token_index": images.token_id})
+    assert found is not None
+    return found
 
 
 class _CachedPrefixes:

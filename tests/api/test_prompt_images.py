@@ -336,6 +336,24 @@ def test_parts_that_are_no_image(part: dict[str, Any], why: str, tmp_path: Path)
         chat(prompt_reader(QWEN, tmp_path), user(text("a"), part, image(picture(40, 40))))
 
 
+@pytest.mark.parametrize("place", ["sdk.images.decode.decode", "processor"])
+def test_what_fails_unexpectedly_is_the_error_of_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    reader = prompt_reader(QWEN, tmp_path)
+
+    def failing(*args: Any, **how: Any) -> Any:
+        raise MemoryError("no room")
+
+    if place == "processor":
+        monkeypatch.setattr(reader.images._processor, "_tiles", failing)  # type: ignore[union-attr]
+    else:
+        monkeypatch.setattr(place, failing)
+    why = r"messages\[0\]\.content\[0\]: the image cannot be read: MemoryError: no room"
+    with pytest.raises(RequestError, match=why):
+        chat(reader, user(image(picture(40, 61)), text("?")))
+
+
 def test_a_model_of_text_refuses_images_as_before(tmp_path: Path) -> None:
     reader = prompt_reader(QWEN, tmp_path)
     reader.images = None

@@ -16,7 +16,8 @@ import torch
 import transformers
 from PIL import Image
 
-from sdk import LLM, RequestError, SamplingParams
+from sdk import LLM, BeamSearchParams, RequestError, SamplingParams
+from sdk.requests.prompt_kinds import ChatOptions
 from sdk.serving import create_app
 from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running
@@ -29,6 +30,7 @@ from tests.vision_prompts import (
     reference_ids,
     reference_inputs,
     token_of,
+    with_images,
     write_tokenizer,
 )
 
@@ -51,21 +53,6 @@ SEVERAL = [
     {"role": "assistant", "content": "What?"},
     {"role": "user", "content": [{"type": "text", "text": "this"}, {"type": "image"}]},
 ]
-
-
-def with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """The messages with an image in each plain part."""
-    left = iter(images)
-
-    def filled(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "image": next(left)} if part["type"] == "image" else part
-
-    return [
-        one
-        if isinstance(one["content"], str)
-        else {**one, "content": [filled(part) for part in one["content"]]}
-        for one in messages
-    ]
 
 
 def write_model(family: Family, folder: Path) -> None:
@@ -230,9 +217,89 @@ def test_one_request_that_is_refused_changes_nothing_for_others(llm: LLM) -> Non
         llm.chat(many, GREEDY)
     [after] = llm.chat(fine, GREEDY)
     assert answer(after) == answer(before)
-    for method in (llm.snapshot, llm.pin):
-        with pytest.raises(RequestError, match="a prompt with images cannot be"):
-            method(fine)
+    with pytest.raises(RequestError, match="a prompt with images cannot be saved"):
+        llm.snapshot(fine)
+
+
+def test_a_pinned_image_stays_and_another_is_not_taken_for_it(llm: LLM) -> None:
+    asked = with_images(SEVERAL[:1], [picture(40, 61, 21)])
+    [wanted] = llm.chat(asked, GREEDY)
+    llm.reset_prefix_cache()
+    kept = llm.pin(asked)
+    assert kept >= 16 and llm.get_metrics()["num_pages_pinned"] > 0
+    [after] = llm.chat(asked, GREEDY)
+    assert answer(after) == answer(wanted) and (after.num_cached_tokens or 0) >= kept
+    [other] = llm.chat(with_images(SEVERAL[:1], [picture(40, 61, 22)]), GREEDY)
+    assert (other.num_cached_tokens or 0) < 16
+    assert not llm.unpin(with_images(SEVERAL[:1], [picture(40, 61, 22)]))
+    assert llm.unpin(asked) and llm.get_metrics()["num_pages_pinned"] == 0
+
+
+def test_an_estimate_counts_the_work_of_the_tower(llm: LLM) -> None:
+    """Of an image that is not cached, once; the seconds of the tower are set here."""
+    known = with_images(SEVERAL[:1], [picture(40, 61, 31)])
+    llm.chat([known, [SEVERAL[1] | {"role": "user"}]], GREEDY)
+    images = llm._driver._engine.scheduler.images
+    assert images is not None
+    images._seconds_per_work = 1000.0
+    cached = llm.estimate(known, GREEDY)
+    assert cached.num_cached_tokens >= 16 and cached.first_token < 100
+    for count in (1, 2):
+        pictures = [picture(40, 61, 32)] * count
+        other = llm.estimate(with_images(SEVERAL[: 2 * count - 1], pictures), GREEDY)
+        [one] = llm._reader.read_chat(
+            with_images(SEVERAL[:1], pictures[:1]), GREEDY, ChatOptions()
+        ).images
+        layers = images.limits.vision.tower.num_layers
+        seconds = 1000 * layers * images.limits.work(one.image)
+        assert seconds <= other.first_token <= seconds + 100
+        assert other.finish_range is not None and other.finish_range[0] > seconds / 100
+    images._seconds_per_work = None
+    assert llm.estimate(with_images(SEVERAL[:1], [picture(40, 61, 33)]), GREEDY).finish is None
+
+
+def test_several_answers_and_beams_about_an_image(llm: LLM) -> None:
+    """Each as if it had been asked for alone."""
+    asked = with_images(SEVERAL[:1], [picture(40, 61, 1)])
+    drawn = GREEDY.clone(temperature=1.0, seed=5, n=3)
+    [three] = llm.chat(asked, drawn)
+    assert len({tuple(one.token_ids) for one in three.outputs}) > 1
+    llm.reset_prefix_cache()
+    [again] = llm.chat(asked, drawn)
+    assert [one.token_ids for one in again.outputs] == [one.token_ids for one in three.outputs]
+    [greedy] = llm.chat(asked, GREEDY)
+    reader = llm._reader.images
+    assert reader is not None and greedy.prompt_token_ids is not None
+    text = llm._reader.need_tokenizer("").apply_chat_template(
+        SEVERAL[:1], image=reader._processor.placeholder
+    )
+    given = {"prompt": text, "multi_modal_data": {"image": picture(40, 61, 1)}}
+    [beams] = llm.beam_search(
+        [given], BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
+    )
+    [beam] = beams.sequences
+    assert beam.tokens[len(greedy.prompt_token_ids) :] == list(greedy.outputs[0].token_ids)
+
+
+def test_an_embedding_of_a_prompt_with_an_image_is_the_hidden_state_of_transformers(
+    seeing: tuple[Family, Path], llm: LLM
+) -> None:
+    family, folder = seeing
+    pixels = picture(40, 61, 1)
+    given = reference_inputs(family, SEVERAL[:1], [pixels])
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = model.model(**given).last_hidden_state[0, -1]
+    reader = llm._reader.images
+    assert reader is not None
+    text = llm._reader.need_tokenizer("").apply_chat_template(
+        SEVERAL[:1], image=reader._processor.placeholder
+    )
+    [found] = llm.embed({"prompt": text, "multi_modal_data": {"image": pixels}})
+    expected_ = torch.nn.functional.normalize(states, dim=0)
+    assert (torch.tensor(found.embedding) - expected_).abs().max() < 1e-5
+    [other] = llm.embed({"prompt": text, "multi_modal_data": {"image": picture(40, 61, 2)}})
+    assert (torch.tensor(other.embedding) - expected_).abs().max() > 1e-3
 
 
 def test_the_server_answers_about_an_image(llm: LLM) -> None:

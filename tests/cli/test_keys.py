@@ -15,7 +15,13 @@ from sdk.api.errors import RequestError
 from sdk.cli import main
 from sdk.serving.access import Demand, Refused
 from sdk.serving.guard.key_file import read_keys
-from sdk.serving.guard_arguments import Protection, add_guard_arguments, protection, warning
+from sdk.serving.guard_arguments import (
+    Protection,
+    add_guard_arguments,
+    protection,
+    warning,
+    with_images,
+)
 
 
 @pytest.fixture
@@ -148,6 +154,21 @@ def test_the_options_of_serve_make_a_guard(
     assert [record["status"] for record in records] == [401, 429]
     with protection(args):  # everything was given back
         pass
+
+
+def test_bodies_have_room_for_images_unless_a_limit_was_given() -> None:
+    for words, expected in (
+        ((), 32 * 2**20),
+        (("--limit", "n=2"), 32 * 2**20),
+        (("--limit", "body_bytes=1MiB"), 2**20),
+        (("--limit", "body_bytes=4MiB"), 2**22),
+        (("--limit", "buffered_bytes=20MiB"), 20 * 2**20),
+        (("--limit", "buffered_bytes=1MiB"), 4 * 2**20),
+    ):
+        args = arguments(*words)
+        with protection(args) as guard:
+            assert guard.http.body_bytes == (2**20 if "body_bytes=1MiB" in words else 2**22)
+            assert with_images(guard, args).http.body_bytes == expected
 
 
 def test_without_keys_everybody_may_come_and_a_warning_says_so() -> None:

@@ -15,13 +15,12 @@ import torch
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.engine.pages.image_keys import image_ids, key_ids
-from sdk.engine.scheduling.image_limits import GROUP_PATCHES
+from sdk.engine.plan import StepResult
 from sdk.loading.load import Loaded, load
 from sdk.memory.images import image_memory, why_no_images
 from sdk.memory.resolve import model_config, open_model
 from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.models.vision.memory import workspace_bytes
-from sdk.models.vision.patches import GROUP, checked, tile_groups
 from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import TEXT, image, vision_model
 from tests.models.tiny_vision_prompts import (
@@ -140,6 +139,34 @@ def test_chunks_batches_prefixes_and_preemption_change_no_bit(family: Any, loade
             last = engine.step() or last
         assert answer(last[0]) == alone
     assert engine.scheduler.images.num_encoded == encoded
+
+
+def test_guidance_combines_the_logits_of_transformers(family: Any, loaded: Loaded) -> None:
+    """Of the prompt with images and of a negative prompt of text, which both go on with the answer;
+    also where the prompt runs in small steps."""
+    name, oracle, _ = family
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    images, negative = some_images(vision, 2), [5, 6, 7]
+    ids, placed = prompt(vision, images, seed=70)
+    guided = replace(
+        job("a", ids, placed, guidance_scale=1.7), negative_prompt_token_ids=tuple(negative)
+    )
+    found = answer(run(engine, guided)["a"])
+    known = list[int]()
+    for token, chance in found:
+        own, other = (
+            expected_logits(oracle, name, vision, [*begin, *known], given)[-1].log_softmax(-1)
+            for begin, given in ((ids, images), (negative, []))
+        )
+        chances = (other + 1.7 * (own - other)).log_softmax(-1)
+        assert token == int(chances.argmax()) and abs(chance - float(chances[token])) < 2e-4
+        known.append(token)
+    engine.reset_prefix_cache()
+    engine.add(guided)
+    last = []
+    while engine.has_unfinished:
+        last = engine.step(6) or last
+    assert answer(last[0]) == found
 
 
 def test_another_image_is_another_prefix(loaded: Loaded) -> None:
@@ -302,12 +329,173 @@ def test_requests_that_do_not_fit_their_images(loaded: Loaded) -> None:
     for (tokens, images), why in cases:
         with pytest.raises(RequestError, match=why):
             engine.add(job("a", tokens, images))
-    with pytest.raises(RequestError, match="guidance_scale: expected 1 for a prompt with images"):
-        engine.add(job("a", ids, placed, guidance_scale=2.0))
-    huge = one._replace(tiles=(one.tiles[0].repeat(200, axis=0).repeat(200, axis=1),))
-    with pytest.raises(RequestError, match=r"image 1: expected at most .* patches in a tile"):
-        engine.add(job("a", ids, (placed[0]._replace(image=huge),)))
+    guided = replace(job("a", ids, placed, guidance_scale=2.0), negative_prompt_token_ids=(5, 90))
+    with pytest.raises(RequestError, match=r"the negative prompt .* found the placeholder 90"):
+        engine.add(guided)
+    [tile] = one.tiles
+    huge = one._replace(tiles=(tile.repeat(200, axis=0).repeat(200, axis=1),))
+    [(rows, columns)] = one.grids
+    huge = huge._replace(grids=((200 * rows, 200 * columns),), num_tokens=40000 * rows * columns)
+    wrong = [
+        (huge, "expected at most .* patches in a tile|a tile of .* patches, expected|placeholders"),
+        (one._replace(tiles=()), "expected tiles and a digest of bytes, found 0 tiles"),
+        (one._replace(digest="abc"), "expected tiles and a digest of bytes, found 1 tiles and 'ab"),
+        (one._replace(grids=one.grids * 2), "1 tiles, expected as many grids, not 2"),
+        (one._replace(grids=((rows, columns + 1),)), "a tile of .* pixels and .* tokens, expected"),
+        (one._replace(num_tokens=one.num_tokens + 1), rf"tokens, expected {one.num_tokens}"),
+        (one._replace(tiles=(tile.astype("float32"),)), "a tile of float32 and shape"),
+        (one._replace(tiles=(tile[..., :1],)), "a tile of uint8 and shape"),
+        (one._replace(tiles=(tile[:0],)), "a tile of uint8 and shape"),
+        (one._replace(tiles=(tile[0],)), "a tile of uint8 and shape"),
+    ]
+    for bad, why in wrong:
+        with pytest.raises(RequestError, match=f"image 1: .*({why})"):
+            engine.add(job("a", ids, (placed[0]._replace(image=bad),)))
     assert not engine.has_unfinished
+
+
+@pytest.fixture
+def breaks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Images that the tower cannot encode, by their tiles."""
+    broken: list[ImageInput] = []
+    rank = loaded.runner.images
+    assert rank is not None
+    begin = rank._tower.begin
+
+    def failing(images: Any) -> Any:
+        run = begin(images)
+        if any(one.tiles is image.tiles for one in broken for image in images):
+
+            def advance(layers: int) -> bool:
+                raise MemoryError("no room for a tile")
+
+            monkeypatch.setattr(run, "advance", advance)
+        return run
+
+    monkeypatch.setattr(rank._tower, "begin", failing)
+    return broken
+
+
+def test_an_image_that_cannot_be_encoded_ends_its_requests_alone(
+    loaded: Loaded, breaks: Any
+) -> None:
+    """Also where images were to be encoded together, and where requests share the image."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    good, bad = some_images(vision, 2)
+    fine, bad_ids = prompt(vision, [good], seed=50), prompt(vision, [bad], seed=51)
+    text, _ = prompt(vision, [], seed=52)
+    wanted = [answer(run(engine, job("a", *fine))["a"]), answer(run(engine, job("b", text))["b"])]
+    healthy = answer(run(engine, job("c", *bad_ids))["c"])
+    engine.reset_prefix_cache()
+    engine.scheduler.images.reset()
+    breaks.append(bad)
+    found = run(
+        engine, job("fine", *fine), job("bad", *bad_ids), job("text", text), job("same", *bad_ids)
+    )
+    assert [answer(found["fine"]), answer(found["text"])] == wanted
+    for name in ("bad", "same"):
+        [one] = found[name].outputs
+        assert one.finish_reason == "error" and not one.token_ids
+        assert "the image could not be encoded: MemoryError: no room for a tile" in str(
+            one.stop_reason
+        )
+    assert engine.dead is None
+    engine.scheduler.images.check_blocks()
+    # an image that fails later ends a prompt that has run in part
+    both, placed = prompt(vision, [good, bad], seed=53)
+    [one] = run(engine, job("both", both, placed))["both"].outputs
+    assert one.finish_reason == "error"
+    # and nothing of the failure is left where the tower works again
+    breaks.clear()
+    assert answer(run(engine, job("d", *bad_ids))["d"]) == healthy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_failure_on_another_rank_ends_the_request_too(tmp_path: Path, option: str) -> None:
+    """The tile of an image changes after it was checked, in every rank's process."""
+    vision_model("gemma3").save_pretrained(tmp_path)
+    loaded = load(EngineConfig(model=str(tmp_path), **OPTIONS, **{option: 2}))
+    try:
+        vision, engine = loaded.facts.model_config.vision, loaded.engine
+        good, bad = some_images(vision, 2)
+        fine, ids = prompt(vision, [good], seed=1), prompt(vision, [bad], seed=2)
+        wanted = answer(run(engine, job("a", *fine))["a"])
+        engine.add(job("b", *ids))
+        bad.tiles[0].resize((56, 49, 3), refcheck=False)
+        [one] = _rest(engine)["b"].outputs
+        assert one.finish_reason == "error" and "could not be encoded" in str(one.stop_reason)
+        assert engine.dead is None
+        engine.reset_prefix_cache()
+        assert answer(run(engine, job("c", *fine))["c"]) == wanted
+    finally:
+        loaded.engine.close()
+
+
+def test_drafts_of_others_leave_room_for_an_image(windowed: Any) -> None:
+    """Its 16 tokens run in one step of 24, of which drafts of an endless answer could take 12."""
+    options = {**OPTIONS, "max_num_batched_tokens": 24}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    loaded = load(EngineConfig(model=str(windowed[1]), **options, speculative_config=drafts))
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    scheduler = engine.scheduler
+    ids, placed = prompt(vision, some_images(vision, 1), seed=3)
+    add = scheduler._add_drafts
+
+    def greedy(drafts: Any, decodes: Any, pages: Any, room: int) -> int:
+        add(drafts, decodes, pages, 0)
+        return room  # as if there were as many drafts as there may be
+
+    scheduler._add_drafts = greedy  # type: ignore[method-assign]
+    engine.add(job("text", prompt(vision, [], seed=4)[0], max_tokens=60))
+    for _ in range(4):
+        engine.step()
+    engine.add(job("image", ids, placed))
+    done = list(_rest(engine))
+    loaded.engine.close()
+    assert done == ["image", "text"]
+
+
+def _rest(engine: Any) -> dict[str, Any]:
+    """The outputs of all requests when they have ended, in that order."""
+    found = {}
+    while engine.has_unfinished:
+        found.update({one.request_id: one for one in engine.step() if one.finished})
+    return found
+
+
+def test_a_portion_that_fails_late_gives_its_blocks_back_once(loaded: Loaded, breaks: Any) -> None:
+    """The run was given up, or all rows forgotten, while the portion was in flight."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    scheduler, images = engine.scheduler, engine.scheduler.images
+    [bad] = some_images(vision, 1)
+    ids, placed = prompt(vision, [bad], seed=54)
+    breaks.append(bad)
+    for forget in (images.give_up, images.reset):
+        images._seconds_per_work = 1e9  # one layer at a time
+        engine.add(job("a", ids, placed))
+        plan = scheduler.plan()
+        assert plan is not None and plan.encoding is not None and images._run is not None
+        loaded.runner.launch(plan)
+        forget()
+        scheduler.commit(StepResult(plan.step_id, unencoded={bad.key: "late"}))
+        images.check_blocks()
+        engine.abort(["a"])
+        run(engine, job("b", prompt(vision, [], seed=55)[0]))
+
+
+def test_images_of_one_digest_and_other_sizes_are_not_mixed_up(loaded: Loaded) -> None:
+    """A digest that callers made up: the rows of another image would have the wrong number."""
+    vision, engine = loaded.facts.model_config.vision, loaded.engine
+    first, second = some_images(vision, 2)
+    second = second._replace(digest=first.digest)
+    jobs = [prompt(vision, [one], seed=60 + i) for i, one in enumerate((first, second))]
+    found = run(engine, job("a", *jobs[0]), job("b", *jobs[1]))
+    engine.reset_prefix_cache()
+    assert answer(run(engine, job("c", *jobs[0]))["c"]) == answer(found["a"])
+    if first.num_tokens != second.num_tokens:
+        other = prompt(vision, some_images(vision, 2)[1:], seed=61)
+        assert answer(run(engine, job("d", *other))["d"]) == answer(found["b"])
 
 
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
@@ -405,17 +593,24 @@ def test_the_plan_counts_the_tower_its_workspace_and_the_rows(loaded: Loaded) ->
     assert "images" in str(plan)
 
 
-def test_the_scheduler_counts_the_parts_of_a_run_as_the_tower_does(loaded: Loaded) -> None:
+@pytest.mark.parametrize("rows", [None, 20])
+def test_the_scheduler_counts_the_parts_of_a_run_as_the_tower_does(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, rows: int | None
+) -> None:
+    """Of layers as a whole, and of layers in parts of about 20 rows."""
     vision, images = loaded.facts.model_config.vision, loaded.engine.scheduler.images
-    assert GROUP_PATCHES == GROUP
-    side = vision.patch * vision.merge
+    if rows is not None:
+        operations = 24 * vision.tower.hidden_size**2 * rows
+        monkeypatch.setattr("sdk.models.vision.portions.PART_OPERATIONS", operations)
+    monkeypatch.setattr("sdk.models.vision.portions.GROUP", 200)
+    side = vision.patch * (vision.tile_side if vision.one_size else 8 * vision.merge)
     for counts in ([1], [3, 2], [1] * 5):
-        inputs = [
-            image(vision, [(8 * side, 8 * side)] * count, i) for i, count in enumerate(counts)
-        ]
-        tiles = [tile for one in inputs for tile in checked(one, vision)]
-        groups = len(tile_groups(tiles))
-        assert images.limits.units(inputs) == groups * vision.tower.num_layers
+        inputs = [image(vision, [(side, side)] * count, i) for i, count in enumerate(counts)]
+        run, parts = loaded.runner.images._tower.begin(inputs), 0
+        done = False
+        while not done:
+            done, parts = run.advance(1), parts + 1
+        assert images.limits.units(inputs) == parts
 
 
 def test_rows_of_images_have_ids_of_their_own() -> None:

@@ -13,7 +13,9 @@ import torch
 
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
+from sdk.models.decoder import MLP
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower
 from tests.models.test_activation_memory import Counting
@@ -41,6 +43,7 @@ SIZES = {
     "llava_next": [[(90, 40)], [(57, 113)], [(100, 101)]],
     "llava_onevision": [[(300, 30)], [(57, 113)], [(160, 170)]],
     "mistral3": [[(40, 24)], [(8, 64)], [(64, 56)]],
+    "qwen3_vl_moe": [[(40, 24)], [(64, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
 }
 
@@ -97,7 +100,7 @@ def test_portions_count_layers_of_groups_of_tiles(
     tower = tower_of(tmp_path, ops)
     pictures = [image(tower.config, [(56, 56)] * count, count) for count in (3, 2)]
     expected = encode(tower, pictures)
-    monkeypatch.setattr("sdk.models.vision.patches.GROUP", 128)  # two tiles of 64 patches
+    monkeypatch.setattr("sdk.models.vision.portions.GROUP", 128)  # two tiles of 64 patches
     run = tower.begin(pictures)
     portions, patches = [], []
     while True:
@@ -112,19 +115,59 @@ def test_portions_count_layers_of_groups_of_tiles(
         assert torch.equal(own, rows)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_layer_have_the_bits_of_the_whole_and_a_bound(
+    name: str, tmp_path: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part multiplies more rows with matrices, or compares more queries with keys, than its
+    number of operations allows."""
+    vision_model(name).save_pretrained(tmp_path)
+    tower = tower_of(tmp_path, ops)
+    make: Any = picture if tower.config.pictures else image
+    sizes = SIZES[name][-1]
+    own = make(tower.config, sizes[0] if make is picture else sizes, 5)
+    if make is picture:
+        own = own._replace(num_tokens=packed_tokens(own, tower.config))
+    [whole] = encode(tower, [own])
+    hidden = tower.config.tower.hidden_size
+    most = 24 * hidden**2 * 22
+    monkeypatch.setattr("sdk.models.vision.portions.PART_OPERATIONS", most)
+    work = [0]
+    attention, mlp = ops.attention, MLP.__call__
+
+    def counted_attention(q: Any, pages: Any, batch: Any, **how: Any) -> Any:
+        work[0] += sum(4 * hidden * count * context for count, context in batch.lengths)
+        return attention(q, pages, batch, **how)
+
+    def counted_mlp(self: Any, x: Any) -> Any:
+        work[0] += len(x) * 18 * hidden**2
+        return mlp(self, x)
+
+    monkeypatch.setattr(ops, "attention", counted_attention)
+    monkeypatch.setattr(MLP, "__call__", counted_mlp)
+    run, parts, busy = tower.begin([own]), 0, 0
+    done = False
+    while not done:
+        work[0] = 0
+        done, parts = run.advance(1), parts + 1
+        busy += work[0] > 0
+        assert work[0] <= most
+    assert parts > busy > tower.num_layers
+    assert torch.equal(run.rows()[0], whole)
+
+
 def test_what_a_tower_does_not_read_is_refused(tmp_path: Path, ops: Ops) -> None:
     vision_model("gemma3").save_pretrained(tmp_path)
     tower = tower_of(tmp_path, ops)
     good = image(tower.config, [(56, 56)], 1)
     with pytest.raises(ValueError, match="a tile of 56 x 56 pixels and 4 x 3 tokens, expected"):
         tower.begin([good._replace(grids=((4, 3),))])
-    with pytest.raises(ValueError, match=r"a tile of \(8, 4\) patches, expected 64 in all"):
-        tower.begin([image(tower.config, [(56, 28)], 1)]).advance(1)
-    run = tower.begin([good._replace(num_tokens=15)])
-    with pytest.raises(ValueError, match="layers are left to run"):
-        run.rows()
-    run.advance(100)
+    with pytest.raises(ValueError, match="a tile of 8 x 4 patches, expected 8 x 8"):
+        tower.begin([image(tower.config, [(56, 28)], 1)])
     with pytest.raises(ValueError, match="15 tokens, expected 16"):
+        tower.begin([good._replace(num_tokens=15)])
+    run = tower.begin([good])
+    with pytest.raises(ValueError, match="layers are left to run"):
         run.rows()
 
 
@@ -173,7 +216,9 @@ import sys
 import numpy as np
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
+from sdk.models.decoder import MLP
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.tower import build_tower
 

@@ -50,13 +50,14 @@ QWEN: dict[str, Any] = {
 ROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 3000.0}
 HYBRID: dict[str, Any] = {
     **TEXT,
+    "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
 #: Families whose images have any shape.
-FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT,
@@ -132,6 +133,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
+        "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 2]},
+        "image_token_id": 90,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT,
+            "rope_parameters": ROPE,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 2]},
         "image_token_id": 90,
     },

@@ -320,3 +320,15 @@ def test_completions_take_no_images(serve: Serve) -> None:
     found = client.post("/v1/completions", {"model": "tiny", "prompt": "<image> hello"})
     assert found.status == 400 and "give the images" in found.error["message"]
     assert not llm.requests
+
+
+def test_a_body_may_be_larger_where_a_model_reads_images(serve: Serve) -> None:
+    """Base64 of photos; the bytes here are spaces."""
+    body = b" " * (17 * 2**20) + json.dumps(ask(part(), TEXT)).encode()
+    head = {"Content-Type": "application/json"}
+    client, _ = serve("A", images=True)
+    assert client.post(CHAT, body, headers=head).status == 200
+    blind, _ = serve("A")
+    assert blind.post(CHAT, body, headers=head).status == 413
+    small, _ = serve("A", images=True, app={"max_body_bytes": 2**24})
+    assert small.post(CHAT, body, headers=head).status == 413

@@ -222,11 +222,13 @@ class ProcessExecutor(Generic[RunnerT]):
                 result = self.runner.launch(plan).result()
             times.computing[-1] += time.monotonic() - begin - (mesh.waited_seconds - waited)
             answers = self._children.expect("done", self._collective_s)
-            for rank, (_, unwritten, seconds) in enumerate(answers, 1):
+            for rank, (_, unwritten, unencoded, seconds) in enumerate(answers, 1):
                 if rank % self._grid.width == 0:  # the first rank of its stage
                     times.computing[self._grid.stage(rank)] += seconds
                 if unwritten:  # a page is lost if any rank's part of it is
                     result = result._replace(unwritten={**unwritten, **result.unwritten})
+                if unencoded:
+                    result = result._replace(unencoded={**unencoded, **result.unencoded})
             times.end(len(self._launched))
             # a plan that was launched meanwhile may use an id again: for another request
             anew = {start.request_id for later, _ in self._launched for start in later.started}

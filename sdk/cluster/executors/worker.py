@@ -117,8 +117,8 @@ def join(start: WorkerStart) -> tuple[Mesh, list[RankGroup]]:
 def answer(runner: Any, mesh: Mesh, message: Any) -> tuple[Any, ...]:
     """Do what rank 0 asks for; what it wants to know of that.
 
-    Of a :class:`RankCall` its result; of a step the slots that were not written, and how long this
-    rank has computed.
+    Of a :class:`RankCall` its result; of a step the slots that were not written, the images that
+    could not be encoded, and how long this rank has computed.
     """
     with runner.entered():
         if isinstance(message, RankCall):
@@ -126,7 +126,7 @@ def answer(runner: Any, mesh: Mesh, message: Any) -> tuple[Any, ...]:
         begin, waited = monotonic(), mesh.waited_seconds
         result = runner.launch(message).result()
     seconds = monotonic() - begin - (mesh.waited_seconds - waited)
-    return dict(result.unwritten), seconds
+    return dict(result.unwritten), dict(result.unencoded), seconds
 
 
 def limit_stderr() -> None:

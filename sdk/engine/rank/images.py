@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from sdk.models.vision.tower import Tower, TowerRun
 
 _Ints = NDArray[np.int32]
+logger = logging.getLogger("sdk")
+
+
+class Encoded(NamedTuple):
+    """What a portion of the tower's work has come to. ``failed``: images by their keys, and why."""
+
+    seconds: float
+    failed: Mapping[bytes, str]
 
 
 class ImageCache:
@@ -34,45 +43,52 @@ class ImageCache:
         self._tower = tower
         width = tower.config.features * tower.config.hidden_size
         self.rows: Tensor = ops.empty(num_rows, width)
-        #: By digest: the rows of the cache that an image has.
+        #: By the key of an image: the rows of the cache that it has.
         self._index: dict[bytes, _Ints] = {}
         self._owners: dict[int, bytes] = {}  # by block
         self._run: TowerRun | None = None
         self._images: list[tuple[bytes, _Ints]] = []  # of the run
 
-    def encode(self, work: Encoding) -> float:
-        """Do a portion of the tower's work; how many seconds it took."""
+    def encode(self, work: Encoding) -> Encoded:
+        """Do a portion of the tower's work. If that fails, its images have no rows."""
         begin = perf_counter()
         if work.begin or not work.units:
             self._run, self._images = None, []
-        if work.begin:
-            self._begin(work)
-        if self._run is not None and self._run.advance(work.units):
-            self._store(self._run.rows())
-        return perf_counter() - begin
+        try:
+            if work.begin:
+                self._begin(work)
+            if self._run is not None and self._run.advance(work.units):
+                self._store(self._run.rows())
+        except Exception as error:
+            logger.error("an image could not be encoded", exc_info=error)
+            why = f"the image could not be encoded: {type(error).__name__}: {error}"
+            failed = {key: why for key, _ in self._images}
+            self._run, self._images = None, []
+            return Encoded(perf_counter() - begin, failed)
+        return Encoded(perf_counter() - begin, {})
 
     def _begin(self, work: Encoding) -> None:
         for image, blocks in work.begin:
             for block in blocks:  # an image that was evicted
                 self._index.pop(self._owners.pop(block, b""), None)
-            known = [block for block, owner in self._owners.items() if owner == image.digest]
+            known = [block for block, owner in self._owners.items() if owner == image.key]
             for block in known:  # given up, or evicted and not yet overwritten
                 del self._owners[block]
-            self._owners.update(dict.fromkeys(blocks, image.digest))
+            self._owners.update(dict.fromkeys(blocks, image.key))
             rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS))
-            self._images.append((image.digest, rows.ravel()[: image.num_tokens].astype(np.int32)))
+            self._images.append((image.key, rows.ravel()[: image.num_tokens].astype(np.int32)))
         self._run = self._tower.begin([image for image, _ in work.begin])
 
     def _store(self, found: Sequence[Tensor]) -> None:
         with torch.inference_mode():
-            for (digest, index), rows in zip(self._images, found, strict=True):
+            for (key, index), rows in zip(self._images, found, strict=True):
                 self.rows[torch.from_numpy(index).long().to(self.rows.device)] = rows
-                self._index[digest] = index
+                self._index[key] = index
         self._run, self._images = None, []
 
-    def index_of(self, digest: bytes) -> _Ints:
+    def index_of(self, key: bytes) -> _Ints:
         """The rows of the cache that an encoded image has, int32 ``[num_tokens]``."""
-        return self._index[digest]
+        return self._index[key]
 
 
 class ImageInputs:
@@ -136,7 +152,7 @@ class ImageInputs:
             for start, count in one.spans:
                 low, high = max(start, first), min(start + count, last)
                 if low < high:
-                    index = self._cache.index_of(one.image.digest)  # type: ignore[union-attr]
+                    index = self._cache.index_of(one.image.key)  # type: ignore[union-attr]
                     part = index[row + low - start : row + high - start]
                     self._rows[begin + low - first : begin + high - first] = part
                 row += count

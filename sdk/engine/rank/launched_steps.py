@@ -12,6 +12,7 @@ from sdk.structured.library import GrammarError
 
 if TYPE_CHECKING:
     from sdk.engine.rank.drafting_model import DraftingModel
+    from sdk.engine.rank.images import Encoded
 
 #: Requests get deferred tokens at the next page boundary after this many repeated steps.
 _MAX_DEFERRED = 64
@@ -39,7 +40,7 @@ class StepRunner(Protocol):
 class LaunchedStep:
     """A step that was launched."""
 
-    __slots__ = ("_result", "_runner", "encode_seconds", "launched", "plan", "unwritten")
+    __slots__ = ("_result", "_runner", "encoded", "launched", "plan", "unwritten")
 
     def __init__(
         self,
@@ -47,14 +48,14 @@ class LaunchedStep:
         plan: StepPlan,
         launched: Sequence[LaunchedBatch],
         unwritten: dict[int, str],
-        encode_seconds: float = 0.0,
+        encoded: Encoded | None = None,
     ) -> None:
         self._runner = runner
         self._result: StepResult | None = None
         self.plan = plan
         self.launched = launched
         self.unwritten = unwritten
-        self.encode_seconds = encode_seconds
+        self.encoded = encoded
 
     def result(self) -> StepResult:
         """Wait for the step."""

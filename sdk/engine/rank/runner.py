@@ -241,9 +241,9 @@ class ModelRunner:
         if self.drafting is not None:
             self.drafting.prepare(plan)
         unwritten = self._update(plan)
-        encode_seconds = 0.0
+        encoded = None
         if plan.encoding is not None and self.images is not None:
-            encode_seconds = self.images.encode(plan.encoding)
+            encoded = self.images.encode(plan.encoding)
         requests = [self._requests[row.request_id] for row in plan.rows]
         launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
@@ -254,7 +254,7 @@ class ModelRunner:
             launched = self.strategy.launch(batch)
         for row, request in zip(plan.rows, requests, strict=True):
             request.ran(row.num_scheduled_tokens, len(row.drafts))
-        self._last_step = LaunchedStep(self, plan, launched, unwritten, encode_seconds)
+        self._last_step = LaunchedStep(self, plan, launched, unwritten, encoded)
         return self._last_step
 
     def join_step(self, rebalance: bool = False) -> int:
@@ -330,8 +330,8 @@ class ModelRunner:
             self._prepare_repeat(plan, step.launched[0].batch, result)
         left_out = () if self.drafting is None else self.drafting.newly_left_out()
         waited = self.take_mask_seconds()
-        times = waited, step.encode_seconds
-        return StepResult(plan.step_id, *result, step.unwritten, left_out, *times)
+        encoded = step.encoded or (0.0, {})
+        return StepResult(plan.step_id, *result, step.unwritten, left_out, waited, *encoded)
 
     def _sample(self, launched: LaunchedBatch, result: Results) -> None:
         """Append the sampled tokens and the accepted drafts to the requests of a batch."""

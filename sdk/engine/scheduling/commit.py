@@ -10,6 +10,7 @@ from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import Pooled, StepResult
 from sdk.engine.recorder import Recorder
+from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
@@ -243,6 +244,16 @@ class Committer:
         self._queues.end(request, "stop", tokens[-1] if ends and not is_eos else None)
         sampled = [Sampled(token) for token in tokens] if details is None else details
         updates.append(RequestUpdate(request, sampled[: len(tokens)], scored))
+
+    def commit_images(
+        self, images: Images, batch: Batch, result: StepResult
+    ) -> list[RequestUpdate]:
+        """The tower has done its part of a step. What cannot be encoded ends its requests."""
+        updates: list[RequestUpdate] = []
+        for key, why in images.commit(batch, result, self._queues.clock()).items():
+            for request in images.readers(key, self._queues.running):
+                self._fail(request, why, updates)
+        return updates
 
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
         """End one request in error. Its pages may hold NaN, so they must not stay in the cache."""

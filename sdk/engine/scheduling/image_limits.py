@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
+from sdk.models.vision.portions import groups, units
 
 #: Rows of a block of the image cache.
 BLOCK_ROWS = 16
-#: Patches of the tiles that the tower runs together, unless one has more (models/vision/patches.py;
-#: a test compares them).
-GROUP_PATCHES = 4096
 #: Images are encoded together up to this many patches: beyond it a product computes for longer than
 #: it reads the weights.
 JOINT_PATCHES = 1024
@@ -20,25 +19,27 @@ JOINT_PATCHES = 1024
 class ImageLimits(NamedTuple):
     """What the scheduler knows of a model's tower.
 
-    ``rows``: of the image cache. ``layers``, ``hidden``: of the tower; ``patch``: pixels of a
-    patch's side. ``max_patches``: of a tile. ``both_ways``: the tokens of an image see one another
-    both ways, in layers with windows of at least ``window`` tokens (0: there is none).
-    ``span``: the most of them that a step has room for. ``token_id``: the placeholder.
-    ``per_prompt``: images of one prompt, at most. ``axes``: positions have axes, so each span is
-    the grid of a tile.
+    ``rows``: of the image cache. ``max_patches``: of a tile. ``window``: of the layers in which the
+    tokens of an image see one another both ways (0: there is none). ``span``: the most of them that
+    a step has room for. ``per_prompt``: images of one prompt, at most.
     """
 
     rows: int
-    layers: int
-    hidden: int
-    patch: int
+    vision: VisionConfig
     max_patches: int
-    token_id: int
-    both_ways: bool = False
     window: int = 0
     span: int = 1 << 30
     per_prompt: int = 1 << 20
-    axes: bool = False
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of an image see one another both ways."""
+        return self.vision.both_ways is not None
+
+    @property
+    def most_joined(self) -> int:
+        """The most tokens that may see one another both ways."""
+        return min(self.window or self.span, self.span)
 
     @property
     def num_blocks(self) -> int:
@@ -46,21 +47,21 @@ class ImageLimits(NamedTuple):
         return self.rows // BLOCK_ROWS
 
     def units(self, images: Iterable[ImageInput]) -> int:
-        """Parts of a run: each layer of each group of tiles."""
-        groups, patches = 0, GROUP_PATCHES
-        for image in images:
-            for count in self.tiles(image):
-                if patches + count > GROUP_PATCHES:
-                    groups, patches = groups + 1, 0
-                patches += count
-        return groups * self.layers
+        """Parts of a run (models/vision/portions.py)."""
+        patches = [count for image in images for count in self.tiles(image)]
+        more = int(self.vision.class_token)
+        return sum(
+            units([patches[number] + more for number in group], self.vision)
+            for group in groups(patches)
+        )
 
     def work(self, image: ImageInput) -> float:
         """Of one layer, in products of a patch with the layer's matrices: 12 ``hidden`` squared for
         a patch, and two for each pair of patches in attention."""
-        return sum(count * (1 + count / (6 * self.hidden)) for count in self.tiles(image))
+        hidden = self.vision.tower.hidden_size
+        return sum(count * (1 + count / (6 * hidden)) for count in self.tiles(image))
 
     def tiles(self, image: ImageInput) -> Iterator[int]:
         """The patches of each tile."""
         for tile in image.tiles:
-            yield tile.shape[0] // self.patch * (tile.shape[1] // self.patch)
+            yield tile.shape[0] // self.vision.patch * (tile.shape[1] // self.vision.patch)

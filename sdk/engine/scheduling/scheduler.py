@@ -239,9 +239,10 @@ class Scheduler:
                 drafts.learn_step(rows, self._num_tokens, seconds)
             if result.forced:
                 drafts.look_again()
-        if self.images is not None and batches:
-            self.images.learn(batches[0], result.encode_seconds, self.queues.clock())
+        first = batches[0] if batches else None
         updates = self.committer.commit(result, self.pages_ahead)
+        if self.images is not None and first is not None:
+            updates += self.committer.commit_images(self.images, first, result)
         if not self.queues.unfinished:  # the time until the next request comes does not count
             self._end_steps()
         return updates
@@ -276,10 +277,10 @@ class Scheduler:
             budget = min(budget, self._chunk_for_stages(prefills))
         num_drafts = 0
         if self.drafts is not None and decodes:
-            has_prompts = bool(prefills or queues.waiting)
-            num_drafts = self._add_drafts(
-                self.drafts, decodes, new_pages, budget // 2 if has_prompts else budget
-            )
+            room = budget // 2 if prefills or queues.waiting else budget
+            if self.images is not None:
+                room = min(room, most - self.images.most_joined(prefills))
+            num_drafts = self._add_drafts(self.drafts, decodes, new_pages, room)
             budget -= num_drafts
         parts, joined, encoding = self._prompts.plan(
             prefills, budget, most - num_drafts, bool(decodes), may_start=complete
@@ -287,7 +288,7 @@ class Scheduler:
         started += [sequence.start() for request in joined for sequence in request.sequences]
         self._begin_steps(num_decodes, parts)
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
-        if busy and not (rows or new_pages or encoding):
+        if in_flight.batches and not (rows or new_pages or encoding):
             return None
         for request in queues.take_rewound():
             started += [sequence.start() for sequence in request.sequences]
@@ -361,8 +362,8 @@ class Scheduler:
             plan = self.groups.complete(plan)
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
-        now = self.queues.clock()
-        batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes, now)
+        each = [sequence for sequence, _ in rows]
+        batch = Batch(plan, each, num_decodes, self.queues.clock())
         self._in_flight.batches.append(batch)
         return batch
 

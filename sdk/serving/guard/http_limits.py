@@ -9,6 +9,10 @@ from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.serving.access import Headers, Refused
 
+#: The longest body where a model reads images, unless the operator says another: photos of 12 MB
+#: and screens come as base64, four bytes for three.
+BODY_WITH_IMAGES = 32 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:

@@ -210,8 +210,9 @@ def _run_steps(talk: _Talk, runner: Any) -> None:
         if isinstance(message, RankCall):
             talk.say("done", message.function(runner, *message.args))
         else:
-            unwritten = dict(runner.launch(message).result().unwritten)
-            talk.say("done", unwritten, 0.0)  # only stages are timed
+            result = runner.launch(message).result()
+            # only stages are timed
+            talk.say("done", dict(result.unwritten), dict(result.unencoded), 0.0)
 
 
 class _Talk:

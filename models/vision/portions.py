@@ -1,0 +1,64 @@
+"""How the work of a tower is cut into parts that run between steps, from the sizes of tiles alone.
+
+Scheduler and tower count the same parts, so they are defined here, without numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from sdk.models.vision.config import VisionConfig
+
+#: Up to this many patches run together, or one tile alone: more need memory and no less time.
+GROUP = 4096
+#: Operations of a part of a layer, about: 0.25 s of two cores. A layer of SigLIP over 4,096 patches
+#: has six times as many.
+PART_OPERATIONS = 1 << 35
+#: Queries, keys and values are this part of the products of a layer, so a part has as many rows
+#: more.
+_KEYS = 3
+
+
+class Parts(NamedTuple):
+    """How many rows of a group of tiles run at once: through the projection to queries, keys and
+    values, through the rest of a layer, and through the projector."""
+
+    keys: int
+    rest: int
+    projected: int
+
+
+def parts_of(lengths: Sequence[int], config: VisionConfig) -> Parts | None:
+    """Of tiles with so many rows each. ``None``: a layer is one part, and the last one has the
+    projector."""
+    hidden, merged = config.tower.hidden_size, config.merge**2
+    row = 24 * hidden**2 + 4 * hidden * max(lengths)
+    rest = max(PART_OPERATIONS // row, merged)
+    if sum(lengths) <= rest:
+        return None
+    return Parts(_KEYS * rest, rest, rest // merged * merged)
+
+
+def units(lengths: Sequence[int], config: VisionConfig) -> int:
+    """The parts of all layers and projectors for a group of tiles."""
+    layers, parts = config.tower.num_layers, parts_of(lengths, config)
+    if parts is None:
+        return layers
+    rows = sum(lengths)
+    patches = rows - len(lengths) * config.class_token
+    each = -(-rows // parts.keys) - (-rows // parts.rest)
+    return layers * each + config.features * -(-patches // parts.projected)
+
+
+def groups(patches: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of the tiles, which have so many patches each, that run together."""
+    group, count = list[int](), 0
+    for number, own in enumerate(patches):
+        if group and count + own > GROUP:
+            yield group
+            group, count = [], 0
+        group.append(number)
+        count += own
+    if group:
+        yield group
