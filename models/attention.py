@@ -96,6 +96,9 @@ class Attention:
             order = _queries_first(self.heads, d, features)
         if rules.adjacent_pairs and rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
+        elif rules.halves_apart:
+            head = torch.arange(d).view(2, 2, d // 4).transpose(0, 1).reshape(-1)
+        if head is not None:
             order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(

@@ -22,6 +22,7 @@ from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running
 from tests.vision_prompts import (
     GEMMA,
+    GEMMA4,
     LLAVA,
     QWEN,
     Family,
@@ -75,6 +76,8 @@ def write_model(family: Family, folder: Path) -> None:
     given = MODELS[family.model_type]
     key = next(name for name in given if name.startswith("image_token"))
     text = {**given["text_config"], "vocab_size": 320, "max_position_embeddings": 512}
+    if "sliding_window" in text:
+        text["sliding_window"] = 96  # more than an image has, and less than a prompt
     ends = {name: token_of(family, folder, family.specials[0]) for name in _ENDS}
     model = vision_model(family.model_type, text_config={**text, **ends}, **{key: token})
     model.save_pretrained(folder)
@@ -86,7 +89,9 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.fixture(
-    scope="module", params=[GEMMA_56, QWEN_4, LLAVA_56], ids=["gemma3", "qwen2_5_vl", "llava"]
+    scope="module",
+    params=[GEMMA_56, GEMMA4, QWEN_4, LLAVA_56],
+    ids=lambda family: family.model_type,
 )
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -34,7 +34,7 @@ from tests.models.tiny_vision_prompts import (
     some_images,
 )
 
-FAMILIES = ("gemma3", "qwen3_vl", "qwen2_5_vl", "llava", "internvl")
+FAMILIES = ("gemma3", "gemma4", "gemma4-e", "qwen3_vl", "qwen2_5_vl", "llava", "internvl")
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 192,
