@@ -82,6 +82,8 @@ class VisionConfig:
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
     both_ways: Literal["all", "windows"] | None = None
+    #: The most tokens that see each other both ways.
+    span: int = 0
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
     axes: tuple[int, ...] | None = None

@@ -84,6 +84,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         mean=RAW[0],
         std=RAW[1],
         both_ways="windows" if both else None,
+        span=tokens if both else 0,
         positions=2 * positions,
         standardized=vision.flag("standardize", default=False),
         clipped=vision.flag("use_clipped_linears", default=False),
