@@ -73,7 +73,8 @@ class Attention:
         self.factor, self.chunked = c.attention_factor, c.chunked_windows
         both = None if c.vision is None else c.vision.both_ways
         #: Whether tokens of an image see those behind them: see ``AttentionBatch.ahead``.
-        self.looks_ahead = both == "all" or (both == "windows" and self.window is not None)
+        windowed = both == "windows" and self.window is not None
+        self.looks_ahead = both in ("all", "prompt") or windowed
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)

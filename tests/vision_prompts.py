@@ -251,17 +251,26 @@ def _without_videos(kind: Any, *parts: Any) -> Any:
 
 def paligemma_ids(text: str, image: NDArray[np.uint8]) -> list[int]:
     """What transformers' processor of PaliGemma makes of a text."""
+    [ids] = paligemma_inputs(text, image, PALIGEMMA.size["size"], 4)["input_ids"].tolist()
+    return list(ids)
+
+
+def paligemma_inputs(
+    text: str, image: NDArray[np.uint8], size: Mapping[str, int], count: int
+) -> dict[str, Any]:
+    """The arguments of transformers' model for a text with an image of ``count`` tokens."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(PALIGEMMA.specials),
         bos_token="<bos>",
         eos_token="<eos>",
         extra_special_tokens={"image_token": "<image>"},
     )
-    pixels = transformers.SiglipImageProcessorPil(size=PALIGEMMA.size["size"])
-    pixels.image_seq_length = 4
+    pixels = transformers.SiglipImageProcessorPil(size=dict(size))
+    pixels.image_seq_length = count
     made = transformers.PaliGemmaProcessor(pixels, tokenizer)
-    [ids] = made(text=[text], images=[image])["input_ids"]
-    return list(ids)
+    given = dict(made(text=[text], images=[image], return_tensors="pt"))
+    given.pop("labels", None)
+    return given
 
 
 def token_of(family: Family, folder: Path, spelling: str | None = None) -> int:

@@ -63,8 +63,9 @@ class VisionConfig:
     to the first layers of the text model.
     ``token_id``: the token that stands for a row of the image in a prompt. ``both_ways``: in which
     layers of the text model the tokens of one image see each other both ways: in all, or in those
-    with a window. ``sections``: how many rotary frequencies of the text model turn by time, row and
-    column, one section after the other or ``interleaved``. ``axes``: the axis of each frequency.
+    with a window; "prompt": all tokens of a prompt with images do, in all layers. ``sections``: how
+    many rotary frequencies of the text model turn by time, row and column, one section after the
+    other or ``interleaved``. ``axes``: the axis of each frequency.
     ``max_patches``, ``max_tokens``: of one image, all tiles together.
     """
 
@@ -81,7 +82,7 @@ class VisionConfig:
     mean: Color = HALF
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
-    both_ways: Literal["all", "windows"] | None = None
+    both_ways: Literal["all", "windows", "prompt"] | None = None
     #: The most tokens that see each other both ways.
     span: int = 0
     sections: tuple[int, int, int] | None = None

@@ -130,6 +130,7 @@ class Family(NamedTuple):
     ``mmproj``: ``None`` where GGUF files of the tower are not supported.
     ``norm_before``, ``norm_after``: the tower has a norm before its first layer
     (``model.norm_before``) or after its last one (``model.norm``).
+    ``of_images``: keys of the text part of a config that are about prompts with images alone.
     ``recentred``: the model itself doubles what its processor makes of a pixel and subtracts 1.
     """
 
@@ -145,6 +146,7 @@ class Family(NamedTuple):
     norm_before: bool = False
     norm_after: bool = False
     recentred: bool = False
+    of_images: tuple[str, ...] = ()
 
 
 #: The modules of families, by the ``model_type`` of the whole model.
@@ -159,6 +161,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "llava_next": "llava_next",
         "llava_onevision": "llava_onevision",
         "mistral3": "pixtral",
+        "paligemma": "paligemma",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
         "qwen3_vl_moe": "qwen3_vl",
@@ -182,6 +185,13 @@ def families() -> list[Family]:
     """All families."""
     types = {module: name for name, module in FAMILIES.items()}
     return [own for name in types.values() if (own := family(name)) is not None]
+
+
+def text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of the config of a whole model, as a model of text alone has it."""
+    own = family(whole.get("model_type"))
+    left_out = () if own is None else own.of_images
+    return {key: value for key, value in text.items() if key not in left_out}
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:

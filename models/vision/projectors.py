@@ -97,7 +97,7 @@ class MergerMLP:
 
 
 class JoinedLinear:
-    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3)."""
+    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3, PaliGemma)."""
 
     def __init__(self, source: Source, config: VisionConfig) -> None:
         self.width = config.tower.hidden_size * config.merge**2

@@ -117,4 +117,5 @@ def image_limits(
         span=config.step_tokens - config.max_num_seqs,
         per_prompt=config.most_images,
         axes=vision.axes is not None,
+        whole_prompt=vision.both_ways == "prompt",
     )

@@ -173,6 +173,15 @@ REFUSED: list[tuple[str, str, str, Any, type[Exception], str]] = [
     ("llava_next", "", "image_grid_pinpoints", [[56, 57]], CheckpointError, "in multiples of 56"),
     ("llava_next", "", "image_grid_pinpoints", [], CheckpointError, "a list of heights and width"),
     ("llava_onevision", "", "vision_aspect_ratio", "pad", CheckpointError, "anyres_max_9 or the"),
+    ("paligemma", "vision_config", "model_type", "clip", UnsupportedError, "expected 'siglip_visi"),
+    (
+        "paligemma",
+        "",
+        "image_token_index",
+        96,
+        CheckpointError,
+        "image_token_index: expected a tok",
+    ),
     ("llava", "vision_config", "model_type", "pixtral", UnsupportedError, "expected 'clip_vision"),
 ]
 

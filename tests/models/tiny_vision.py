@@ -177,6 +177,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -2,
         "multimodal_projector_bias": True,
     },
+    "paligemma": {
+        "text_config": {**TEXT, "model_type": "gemma2", "sliding_window": 128},
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 90,
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
     "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 2]},

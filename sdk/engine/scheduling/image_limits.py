@@ -23,6 +23,7 @@ class ImageLimits(NamedTuple):
     ``rows``: of the image cache. ``layers``, ``hidden``: of the tower; ``patch``: pixels of a
     patch's side. ``max_patches``: of a tile. ``both_ways``: the tokens of an image see one another
     both ways, in layers with windows of at least ``window`` tokens (0: there is none).
+    ``whole_prompt``: so do all tokens of a prompt with images.
     ``span``: the most of them that a step has room for. ``token_id``: the placeholder.
     ``per_prompt``: images of one prompt, at most. ``axes``: positions have axes, so each span is
     the grid of a tile.
@@ -39,6 +40,7 @@ class ImageLimits(NamedTuple):
     span: int = 1 << 30
     per_prompt: int = 1 << 20
     axes: bool = False
+    whole_prompt: bool = False
 
     @property
     def num_blocks(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sdk.api.errors import RequestError
 from sdk.engine.job import Job
+from sdk.engine.pages.image_keys import whole_ids
 from sdk.engine.plan import EncodedImage, Encoding
 from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
 from sdk.engine.scheduling.in_flight import Batch
@@ -109,6 +110,17 @@ class Images:
                 f"images: expected {wanted} placeholders ({limits.token_id}) in the prompt, as "
                 f"many as its {len(images)} images have tokens, found {found}"
             )
+        if limits.whole_prompt and len(images) > 1:
+            raise RequestError(
+                f"images: expected one in a prompt of this model, found {len(images)}: all tokens "
+                "of its prompts see each other"
+            )
+        if limits.whole_prompt and len(tokens) > self._most_ahead:
+            raise RequestError(
+                f"prompt: expected at most {self._most_ahead} tokens beside images, which see each "
+                "other both ways (of the sliding window, and of max_num_batched_tokens beside "
+                f"max_num_seqs), found {len(tokens)}"
+            )
 
     def _check_image(self, number: int, one: PromptImage) -> None:
         limits, image = self.limits, one.image
@@ -130,7 +142,7 @@ class Images:
                 f"image {number}: expected spans of {grids} placeholders, the tokens of its tiles, "
                 f"found {counts}"
             )
-        most = min(limits.window or limits.span, limits.span)
+        most = self._most_ahead
         if limits.both_ways and max(counts) > most:
             raise RequestError(
                 f"image {number}: expected at most {most} tokens that see each other both ways (of "
@@ -138,11 +150,23 @@ class Images:
                 f"{max(counts)}"
             )
 
+    @property
+    def _most_ahead(self) -> int:
+        """Tokens that see each other both ways, at most."""
+        return min(self.limits.window or self.limits.span, self.limits.span)
+
+    def mark(self, request: Request) -> None:
+        """Make a prompt whose tokens see each other both ways a prefix of none but itself."""
+        if self.limits.whole_prompt and request.key_prompt is not None:
+            request.key_prompt = whole_ids(request.key_prompt)
+
     def most_tokens(self, request: Request, most: int, hard: int) -> int:
         """How many of the next ``most`` tokens of a request may run: up to the next image without
         rows, and no part of a span that sees both ways: for the rest of one, up to ``hard``."""
         begin = request.num_computed
         end = begin + most
+        if self.limits.whole_prompt and begin < request.num_prompt_tokens:
+            return self._whole(request, most, hard)
         for one in request.spec.images:
             ready = self._is_ready(one.image)
             for first, count in one.spans:
@@ -156,6 +180,13 @@ class Images:
                         return first - begin
                     return after - begin if after - begin <= hard else 0
         return most
+
+    def _whole(self, request: Request, most: int, hard: int) -> int:
+        """The same of a prompt that must run in one step."""
+        left = request.num_prompt_tokens - request.num_computed
+        if not all(self._is_ready(one.image) for one in _images_left(request)):
+            return 0
+        return most if left <= most else left if left <= hard else 0
 
     def _is_ready(self, image: ImageInput) -> bool:
         found = self._cached.get(image.digest)
