@@ -45,7 +45,7 @@ from sdk.models.architecture import (
     states_everything,
 )
 from sdk.models.config_keys import check_class, check_fixed, with_our_keys
-from sdk.models.vision.family import PROCESSOR, VISION, WHOLE, vision_of
+from sdk.models.vision.family import PROCESSOR, VISION, WHOLE, text_part, vision_of
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
@@ -510,6 +510,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         }
         tied = outer.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         # Either place may say it, and the other one has its default; a head in the files counts.
+        text = text_part(raw, text)
         raw = {**outer, **text, **({"tie_word_embeddings": tied} if tied is not None else {})}
     check_config(raw, source)
     check_fixed(raw, source)

@@ -24,7 +24,7 @@ from sdk.loaders.mmproj_files import beside
 from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields
 from sdk.models.vision.family import (
     PROCESSOR,
-    ROWS,
+    SHAPES,
     VISION,
     WHOLE,
     Family,
@@ -79,7 +79,7 @@ class Mmproj:
                     for key, value in self._file.metadata.items()
                     if key.startswith(clip)
                 }
-                | {ROWS: {name: own.shape[0] for name, own in self._file.tensors.items()}},
+                | {SHAPES: {name: own.shape for name, own in self._file.tensors.items()}},
                 f"{path}: {clip[:-1]}",
             )
             self._check_width(config)
@@ -244,7 +244,7 @@ class Mmproj:
         up = tensors.get("v.blk.0.ffn_down.weight")
         wide = self.keys.count("feed_forward_length", MAX_WIDTH)
         swapped = up is not None and up.shape[0] == wide != up.shape[-1]
-        layer = dict(LAYER_NAMES)
+        layer = {**LAYER_NAMES, **self._rules.layer}
         if swapped:
             ends = "mlp.up_proj", "mlp.down_proj"
             layer[ends[0]], layer[ends[1]] = layer[ends[1]], layer[ends[0]]

@@ -261,6 +261,7 @@ class LayerRules(NamedTuple):
     others, without a bias), or over the whole width of all heads.
     ``adjacent_pairs``: dimensions 2i and 2i + 1 of a head turn together, as stored; of other models
     i and i + d / 2 do.
+    ``halves_apart``: so do dimensions i and i + d / 4 of each half of a head.
     ``sinks``: every head has an attention sink, of all layers or of those with a window.
     ``router``: the name of the router of experts, beside them.
     ``route``: how that chooses and weighs them, except for what a config says of it.
@@ -293,6 +294,7 @@ class LayerRules(NamedTuple):
     norms: Norms = Norms()
     qk_norm: Literal["head", "unweighted", "each_head", "width"] | None = None
     adjacent_pairs: bool = False
+    halves_apart: bool = False
     sinks: bool | Literal["windows"] = False
     router: str = "gate"
     route: RouteRule = SOFTMAX

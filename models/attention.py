@@ -71,7 +71,8 @@ class Attention:
         self.factor, self.chunked = c.attention_factor, c.chunked_windows
         both = None if c.vision is None else c.vision.both_ways
         #: Whether tokens of an image see those behind them: see ``AttentionBatch.ahead``.
-        self.looks_ahead = both == "all" or (both == "windows" and self.window is not None)
+        windowed = both == "windows" and self.window is not None
+        self.looks_ahead = both in ("all", "prompt") or windowed
         gate = rules.output_gate
         if gate is not None and c.gate_per_head is not None:
             gate = gate._replace(per_head=c.gate_per_head)
@@ -94,6 +95,9 @@ class Attention:
             order = _queries_first(self.heads, d, features)
         if rules.adjacent_pairs and rotates:
             head = _halves_of_pairs(d, c.ropes[self.rope].rotary_dim)
+        elif rules.halves_apart:
+            head = torch.arange(d).view(2, 2, d // 4).transpose(0, 1).reshape(-1)
+        if head is not None:
             order = _of_heads(head, self.heads + self.kv_heads, features)
         self.qkv = self.projection(source, path, parts, order)
         self.out = source.row(

@@ -53,7 +53,7 @@ from sdk.models.latent_spec import LatentSpec
 from sdk.models.recurrent import RecurrentSpec
 from sdk.models.rope import RopeSpec
 from sdk.models.sliding import chunked
-from sdk.models.vision.family import vision_of
+from sdk.models.vision.family import text_part, vision_of
 from sdk.quant.caches import AttentionCache, Cache, window_groups
 from sdk.quant.errors import UnsupportedError
 
@@ -280,7 +280,7 @@ class ModelConfig:
         :raises UnsupportedError: a rotary scaling, activation or layer type we do not have.
         """
         if isinstance(text := config.get("text_config"), Mapping):
-            found = cls.from_dict({**_outer_facts(config), **text})
+            found = cls.from_dict({**_outer_facts(config), **text_part(config, text)})
             return replace(found, vision=_vision(config, found.ropes))
         model_type = Fields(config).text("model_type")
         known = architecture(model_type)

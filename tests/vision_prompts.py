@@ -71,6 +71,28 @@ GEMMA = Family(
     "Gemma3ImageProcessor",
     {"size": {"height": 32, "width": 32}},
 )
+GEMMA4 = Family(
+    "gemma4",
+    (
+        *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|image|>", "<|image>", "<image|>"),
+        *("<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+    ),
+    {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+    "<|image|>",
+    "<bos>" + turns("<|turn>{{ m.role }}\n", "<|image|>", "<turn|>\n", "<|turn>model\n"),
+    {"vision_config": {"patch_size": 4, "pooling_kernel_size": 2}},
+    "Gemma4ImageProcessor",
+    {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+)
 QWEN = Family(
     "qwen2_5_vl",
     (
@@ -113,7 +135,7 @@ PALIGEMMA = Family(
     "SiglipImageProcessor",
     {"size": {"height": 28, "width": 28}, "image_seq_length": 4},
 )
-FAMILIES = {one.model_type: one for one in (GEMMA, QWEN, LLAVA)}
+FAMILIES = {one.model_type: one for one in (GEMMA, GEMMA4, QWEN, LLAVA)}
 
 
 def picture(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -228,36 +250,47 @@ def reference_inputs(
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
+    elif family.model_type == "gemma4":
+        made = _without_videos(transformers.Gemma4Processor, None, pixels, tokenizer, None)
     else:
-        made = _without_videos(transformers.Qwen2_5_VLProcessor, pixels, tokenizer)
-    how = {"add_special_tokens": False, "return_tensors": "pt"}
+        made = _without_videos(transformers.Qwen2_5_VLProcessor, pixels, tokenizer, None)
+    how = {"add_special_tokens": False, "return_tensors": "pt", "padding": False}
     return dict(made(text=[text], images=list(pictures) or None, **how))
 
 
-def _without_videos(kind: Any, pixels: Any, tokenizer: Any) -> Any:
+def _without_videos(kind: Any, *parts: Any) -> Any:
     """A processor that transformers makes only together with one of videos, which needs
-    torchvision."""
+    torchvision, or of sound."""
 
     class Images(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, *args: Any) -> None:
             """There is no processor of videos."""
 
-    return Images(pixels, tokenizer, None)
+    return Images(*parts)
 
 
 def paligemma_ids(text: str, image: NDArray[np.uint8]) -> list[int]:
     """What transformers' processor of PaliGemma makes of a text."""
+    [ids] = paligemma_inputs(text, image, PALIGEMMA.size["size"], 4)["input_ids"].tolist()
+    return list(ids)
+
+
+def paligemma_inputs(
+    text: str, image: NDArray[np.uint8], size: Mapping[str, int], count: int
+) -> dict[str, Any]:
+    """The arguments of transformers' model for a text with an image of ``count`` tokens."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(PALIGEMMA.specials),
         bos_token="<bos>",
         eos_token="<eos>",
         extra_special_tokens={"image_token": "<image>"},
     )
-    pixels = transformers.SiglipImageProcessorPil(size=PALIGEMMA.size["size"])
-    pixels.image_seq_length = 4
+    pixels = transformers.SiglipImageProcessorPil(size=dict(size))
+    pixels.image_seq_length = count
     made = transformers.PaliGemmaProcessor(pixels, tokenizer)
-    [ids] = made(text=[text], images=[image])["input_ids"]
-    return list(ids)
+    given = dict(made(text=[text], images=[image], return_tensors="pt"))
+    given.pop("labels", None)
+    return given
 
 
 def token_of(family: Family, folder: Path, spelling: str | None = None) -> int:

@@ -130,6 +130,8 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
     )
     inputs = keys.integer("embedding_length_per_layer_input", (0, 1 << 16), 0)
     config["hidden_size_per_layer_input"] = inputs
+    # of the tokens of an image, as the folders of these sizes say
+    config["use_bidirectional_attention"] = None if inputs else "vision"
     turning = keys.integer("rope.dimension_count_swa", (2, local), local)
     config["rope_parameters"] = {
         "full_attention": {

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_SIDE = 1 << 16
 #: Pixels as numbers from -1 to 1 (SigLIP), and the statistics of CLIP's images.
 HALF = (0.5, 0.5, 0.5)
+#: Numbers from 0 to 1.
+RAW = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -30,7 +32,7 @@ class EncoderSpec:
     """The layers of a tower. ``num_layers``: those that run, without the last ones where the text
     reads what comes out of an earlier one. ``activation_slope``: see
     :class:`sdk.models.config.ModelConfig`. ``rotary_dim``: how many features of a head turn;
-    ``None``: positions are in what the layers read."""
+    ``None``: positions are in what the layers read. ``attention_scale``: of scores."""
 
     model_type: str
     hidden_size: int
@@ -46,6 +48,7 @@ class EncoderSpec:
     mlp_bias: bool
     rotary_dim: int | None
     theta: float
+    attention_scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,9 @@ class VisionConfig:
     to the first layers of the text model.
     ``token_id``: the token that stands for a row of the image in a prompt. ``both_ways``: in which
     layers of the text model the tokens of one image see each other both ways: in all, or in those
-    with a window. ``sections``: how many rotary frequencies of the text model turn by time, row and
-    column, one section after the other or ``interleaved``. ``axes``: the axis of each frequency.
+    with a window; "prompt": all tokens of a prompt with images do, in all layers. ``sections``: how
+    many rotary frequencies of the text model turn by time, row and column, one section after the
+    other or ``interleaved``. ``axes``: the axis of each frequency.
     ``max_patches``, ``max_tokens``: of one image, all tiles together.
     """
 
@@ -79,11 +83,14 @@ class VisionConfig:
     mean: Color = HALF
     std: Color = HALF
     deepstack: tuple[int, ...] = ()
-    both_ways: Literal["all", "windows"] | None = None
+    both_ways: Literal["all", "windows", "prompt"] | None = None
+    #: The most tokens that see each other both ways.
+    span: int = 0
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
     axes: tuple[int, ...] | None = None
-    #: Rows of a square table of learned positions; 0: there is none.
+    #: Rows of the table of learned positions: a square one, or one for columns and one for rows
+    #: (Gemma 4); 0: there is none.
     positions: int = 0
     #: All tiles have the patches of this table.
     one_size: bool = False
@@ -102,6 +109,13 @@ class VisionConfig:
     projector_width: int = 0
     #: Each tile begins with a token of the class, which the text does not read.
     class_token: bool = False
+    #: The token whose embeddings for each layer those of images have
+    #: (:mod:`sdk.models.layer_inputs`); ``None``: the text model has none.
+    stand_in: int | None = None
+    #: Tokens are shifted and multiplied by vectors before the last matrix.
+    standardized: bool = False
+    #: Matrices of the layers clamp what they read and make: :mod:`sdk.models.vision.clipped`.
+    clipped: bool = False
 
     @property
     def features(self) -> int:
@@ -127,11 +141,13 @@ def encoder_config(
     mlp_bias: bool = True,
     rotary_dim: int | None = None,
     theta: float = 10000.0,
+    attention_scale: float | None = None,
 ) -> EncoderSpec:
     """The layers of a tower from its part of a config.
 
     ``layers``: how many of them run (default: all). ``heads``, ``depth``: keys of their numbers.
     ``rotary_dim``: how many features of a head turn; ``None``: positions are in what they read.
+    ``attention_scale``: ``None`` for one over the square root of a head's features.
 
     :raises CheckpointError: names the field, what was expected and what was found.
     """
@@ -156,6 +172,7 @@ def encoder_config(
         mlp_bias=mlp_bias,
         rotary_dim=rotary_dim,
         theta=theta,
+        attention_scale=head_dim**-0.5 if attention_scale is None else attention_scale,
     )
 
 

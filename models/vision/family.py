@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 #: What a config has beside its text part and its vision part: the keys of the whole model.
 WHOLE = "multimodal_config"
 VISION = "vision_config"
-#: Among the metadata that rules for mmproj files read: the rows of each tensor by its name there.
-ROWS = "rows of tensors"
+#: Among the metadata that rules for mmproj files read: the shape of each tensor by its name there.
+SHAPES = "shapes of tensors"
 #: A key of the former: what the folder says of preprocessing.
 PROCESSOR = "image_processor"
 
@@ -99,6 +99,7 @@ class MmprojRules(NamedTuple):
     ``processor(keys)``: keys of the image processor, besides mean and deviation of colors.
     ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``layer``: of tensors inside layers, as ``names``.
     """
 
     projectors: tuple[str, ...]
@@ -112,6 +113,7 @@ class MmprojRules(NamedTuple):
     gelu: str = "gelu_pytorch_tanh"
     turned: tuple[str, ...] = ()
     interleaved_qk: bool = False
+    layer: Mapping[str, str] = MappingProxyType({})
 
 
 class Family(NamedTuple):
@@ -128,6 +130,8 @@ class Family(NamedTuple):
     ``mmproj``: ``None`` where GGUF files of the tower are not supported.
     ``norm_before``, ``norm_after``: the tower has a norm before its first layer
     (``model.norm_before``) or after its last one (``model.norm``).
+    ``of_images``: keys of the text part of a config that are about prompts with images alone.
+    ``recentred``: the model itself doubles what its processor makes of a pixel and subtracts 1.
     """
 
     model_types: tuple[str, ...]
@@ -141,12 +145,15 @@ class Family(NamedTuple):
     mmproj: MmprojRules | None = None
     norm_before: bool = False
     norm_after: bool = False
+    recentred: bool = False
+    of_images: tuple[str, ...] = ()
 
 
 #: The modules of families, by the ``model_type`` of the whole model.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3",
+        "gemma4": "gemma4",
         "idefics3": "idefics3",
         "internvl": "internvl",
         "lfm2_vl": "lfm2_vl",
@@ -154,6 +161,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "llava_next": "llava_next",
         "llava_onevision": "llava_onevision",
         "mistral3": "pixtral",
+        "paligemma": "paligemma",
         "qwen2_5_vl": "qwen2_5_vl",
         "qwen3_vl": "qwen3_vl",
         "qwen3_vl_moe": "qwen3_vl",
@@ -179,6 +187,13 @@ def families() -> list[Family]:
     return [own for name in types.values() if (own := family(name)) is not None]
 
 
+def text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of the config of a whole model, as a model of text alone has it."""
+    own = family(whole.get("model_type"))
+    left_out = () if own is None else own.of_images
+    return {key: value for key, value in text.items() if key not in left_out}
+
+
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     """The vision part of a checkpoint's config or of a config.json; ``None``: it has none, or one
     that is not supported.
@@ -194,12 +209,14 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     text = config.get("text_config", config)
     facts = Fields(without_null(vision), "config: vision_config")
     found = own.read(Fields(without_null(whole)), facts, Fields(without_null(text)))
-    return _with_colors(found, whole.get(PROCESSOR) or {})
+    return _with_colors(found, whole.get(PROCESSOR) or {}, recentred=own.recentred)
 
 
-def _with_colors(config: VisionConfig, processor: Mapping[str, Any]) -> VisionConfig:
-    """With what a processor does to the numbers of pixels."""
-    from sdk.models.vision.config import color
+def _with_colors(
+    config: VisionConfig, processor: Mapping[str, Any], *, recentred: bool
+) -> VisionConfig:
+    """With what a processor does to the numbers of pixels. ``recentred``: see :class:`Family`."""
+    from sdk.models.vision.config import RAW, color
 
     fields = Fields(without_null(processor), "preprocessor_config.json")
     scale = fields.positive("rescale_factor", default=config.scale)
@@ -207,5 +224,8 @@ def _with_colors(config: VisionConfig, processor: Mapping[str, Any]) -> VisionCo
     if not fields.flag("do_rescale", default=True):
         scale = 1.0
     if not fields.flag("do_normalize", default=True):
-        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        mean, std = RAW
+    if recentred:
+        mean = (mean[0] + std[0] / 2, mean[1] + std[1] / 2, mean[2] + std[2] / 2)
+        std = (std[0] / 2, std[1] / 2, std[2] / 2)
     return replace(config, scale=scale, mean=mean, std=std)

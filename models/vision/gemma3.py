@@ -48,6 +48,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         max_tokens=(CROPS + 1) * tokens,
         merge=side // tokens_per_side,
         both_ways="all",
+        span=tokens,
         positions=side * side,
         one_size=True,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import VisionConfig, encoder_config, square
-from sdk.models.vision.family import PROCESSOR, ROWS, Family, MmprojRules, VisionNames
+from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import smoothed
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
 
@@ -66,7 +66,8 @@ def projector(source: Source, config: VisionConfig) -> JoinedMLP:
 def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = keys.values[ROWS]
+    shapes = keys.values[SHAPES]
+    rows = {name: shape[0] for name, shape in shapes.items()}
     vision = {
         "model_type": "siglip2_vision_model",
         "num_patches": rows.get("v.position_embd.weight"),

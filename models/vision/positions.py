@@ -28,6 +28,13 @@ def learned(config: VisionConfig, table: Array, where: Places) -> Array:
     return table[where.raster]
 
 
+def column_and_row(config: VisionConfig, table: Array, where: Places) -> Array:
+    """The sum of the rows of two tables, that of the columns first (Gemma 4)."""
+    columns, rows = np.split(table, 2)
+    found: Array = columns[where.columns] + rows[where.rows]
+    return found
+
+
 def smoothed(config: VisionConfig, table: Array, where: Places) -> Array:
     """A square table stretched to the shape, pixel by pixel, with the mean of all entries in reach
     where that is smaller (SigLIP 2): ``F.interpolate`` with ``antialias``."""
@@ -103,6 +110,12 @@ def _corners(
     exact = at.astype(np.float32) * np.float32((side - 1) / max(count - 1, 1))
     before = exact.astype(np.int64)
     return before, exact - before.astype(np.float32)
+
+
+def columns_then_rows(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:
+    """As :func:`rows_then_columns`, the other way round (Gemma 4)."""
+    frequencies, axes = rows_then_columns(config)
+    return frequencies, 1 - axes
 
 
 def rows_then_columns(config: VisionConfig) -> tuple[Array, NDArray[np.int32]]:

@@ -39,6 +39,32 @@ class PooledLinear:
         return self.linear(self.ops.norm(pooled, self.norm))
 
 
+class StandardizedLinear:
+    """The mean of a token's patches times ``sqrt(width)``, in some models shifted and multiplied by
+    vectors, RMSNorm without a weight, one matrix (Gemma 4)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.ops, self.patches = source.ops, config.merge**2
+        width = config.tower.hidden_size
+        self.scale = width**0.5
+        #: What is subtracted and what multiplies the rest, float32 ``[width]``.
+        self.standard: tuple[Tensor, Tensor] | None = None
+        if config.standardized:
+            self.standard = (
+                source.vector(f"{PATH}.bias", width),
+                source.vector(f"{PATH}.scale", width),
+            )
+        self.norm = Norm(None, config.tower.norm_eps)
+        self.linear = source.matrix(f"{PATH}.linear", config.hidden_size, width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        x = x.view(-1, self.patches, x.shape[1]).mean(dim=1) * self.scale
+        if self.standard is not None:
+            x = (x - self.standard[0]) * self.standard[1]
+        return self.linear(self.ops.norm(x, self.norm))
+
+
 class MergerMLP:
     """Norm, the patches of a token side by side, two matrices with an activation between (Qwen).
 
@@ -71,7 +97,7 @@ class MergerMLP:
 
 
 class JoinedLinear:
-    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3)."""
+    """The patches of a token side by side ("pixel shuffle"), one matrix (Idefics 3, PaliGemma)."""
 
     def __init__(self, source: Source, config: VisionConfig) -> None:
         self.width = config.tower.hidden_size * config.merge**2

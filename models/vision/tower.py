@@ -22,6 +22,7 @@ from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import RopeSpec
 from sdk.models.vision.anyres import Packer
+from sdk.models.vision.clipped import ClippedSource
 from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig
 from sdk.models.vision.family import FAMILIES, Family, family, vision_of
 from sdk.models.vision.image import ImageInput
@@ -111,7 +112,8 @@ def build_tower(
     rules = Architecture(layers.model_type, layer=own.layer)
     view = VisionTensors(checkpoint)
     with one_mode():
-        source = Source(view, layers, Mesh(), ops, layers.max_position, shared=shared, own=rules)
+        kind = ClippedSource if facts.clipped else Source
+        source = kind(view, layers, Mesh(), ops, layers.max_position, shared=shared, own=rules)
         return Tower(source, facts, own)
 
 
@@ -135,7 +137,7 @@ def _layers(tower: EncoderSpec) -> ModelConfig:
         ropes=(RopeSpec(tower.theta, tower.rotary_dim or 0, MAX_SIDE, kind),),
         rope_of_layer=(0,) * count,
         sliding_windows=(None,) * count,
-        attention_scale=tower.head_dim**-0.5,
+        attention_scale=tower.attention_scale,
         attention_softcap=None,
         final_softcap=None,
         embedding_scale=1.0,
@@ -226,9 +228,10 @@ def _tensor(source: Source, name: str, *shapes: tuple[int, ...]) -> Tensor:
 
 def _position_table(source: Source, config: VisionConfig) -> Array:
     """Rows of learned positions, float32 ``[positions, width]``."""
-    shape = config.positions, config.tower.hidden_size
-    found: Array = _tensor(source, "positions.weight", shape, (1, *shape)).numpy(force=True)
-    return found.reshape(shape)
+    rows, width = config.positions, config.tower.hidden_size
+    shapes = (rows, width), (1, rows, width), (2, rows // 2, width)
+    found: Array = _tensor(source, "positions.weight", *shapes).numpy(force=True)
+    return found.reshape(rows, width)
 
 
 def _class_row(source: Source, config: VisionConfig, positions: Array | None) -> Tensor:

@@ -133,6 +133,8 @@ class Engine:
         for answer in answers.each:
             request = answer.request
             request.results = answers.results
+            if request.spec.images and self.scheduler.images is not None:
+                self.scheduler.images.mark(request)
             self.scheduler.queues.add(request)  # checks what they share: only the first can raise
             self.scheduler.recorder.added(request)
             self._by_id[request.request_id] = (answers, answer)

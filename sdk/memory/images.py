@@ -46,6 +46,19 @@ def why_no_images(config: EngineConfig, model: ModelConfig) -> str | None:
     return None
 
 
+def image_options(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The options with steps in which the tokens of an image that see each other both ways have
+    room beside those of other requests, unless the caller says how large steps are."""
+    vision = model.vision
+    if vision is None or config.max_num_batched_tokens is not None:
+        return config
+    if not vision.span or why_no_images(config, model) is not None:
+        return config
+    span = min(vision.span, config.max_model_len or model.max_position)
+    tokens = max(config.step_tokens, span + config.max_num_seqs)
+    return replace(config, max_num_batched_tokens=tokens)
+
+
 def image_memory(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> ImageMemory | None:

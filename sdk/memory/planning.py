@@ -26,7 +26,7 @@ from sdk.memory.demand import (
     with_offload,
 )
 from sdk.memory.fitting import plan_memory
-from sdk.memory.images import image_memory
+from sdk.memory.images import image_memory, image_options
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.products import products_of
 from sdk.memory.resolve import (
@@ -102,6 +102,7 @@ def plan_for(
     are those of the engine: a step of an encoder holds its longest text.
     """
     model = model_config(config, checkpoint)
+    config = image_options(config, model)
     check_layer_inputs(config, model)
     check_states(config, model)
     if model.causal:

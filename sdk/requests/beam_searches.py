@@ -55,6 +55,12 @@ class BeamSearches:
         read = self._job_maker.read(prompts, None, None, lora).prompts
         if any(prompt.embeds is not None for prompt in read):
             raise RequestError("beam_search: expected prompts of tokens, found prompt_embeds")
+        images = self._reader.images
+        if images is not None and images.whole_prompts and any(one.images for one in read):
+            raise RequestError(
+                "beam_search: expected prompts without images, found one: the tokens of a prompt "
+                "with images see each other both ways in this model, those of an answer do not"
+            )
         searches = [
             Beams(
                 params,

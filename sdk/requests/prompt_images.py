@@ -52,6 +52,11 @@ class ImageReader:
         self._fetch = fetch
         self._folder = None if folder is None else Path(folder).resolve()
 
+    @property
+    def whole_prompts(self) -> bool:
+        """See :class:`sdk.images.processors.base.ImageProcessor`."""
+        return self._processor.whole_prompts
+
     @classmethod
     def of(cls, config: EngineConfig, processor: ImageProcessor, token_id: int) -> ImageReader:
         """With the options of an engine."""

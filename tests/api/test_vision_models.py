@@ -23,9 +23,12 @@ from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running
 from tests.vision_prompts import (
     GEMMA,
+    GEMMA4,
     LLAVA,
+    PALIGEMMA,
     QWEN,
     Family,
+    paligemma_inputs,
     picture,
     reference_ids,
     reference_inputs,
@@ -62,6 +65,8 @@ def write_model(family: Family, folder: Path) -> None:
     given = MODELS[family.model_type]
     key = next(name for name in given if name.startswith("image_token"))
     text = {**given["text_config"], "vocab_size": 320, "max_position_embeddings": 512}
+    if "sliding_window" in text:
+        text["sliding_window"] = 96  # more than an image has, and less than a prompt
     ends = {name: token_of(family, folder, family.specials[0]) for name in _ENDS}
     model = vision_model(family.model_type, text_config={**text, **ends}, **{key: token})
     model.save_pretrained(folder)
@@ -73,7 +78,9 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.fixture(
-    scope="module", params=[GEMMA_56, QWEN_4, LLAVA_56], ids=["gemma3", "qwen2_5_vl", "llava"]
+    scope="module",
+    params=[GEMMA_56, GEMMA4, QWEN_4, LLAVA_56],
+    ids=lambda family: family.model_type,
 )
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -97,8 +104,12 @@ def expected(
     family: Family, folder: Path, messages: list[dict[str, Any]], pictures: list[Any]
 ) -> list[tuple[int, float]]:
     """The greedy answer of transformers with its log-probabilities."""
+    return generated(folder, reference_inputs(family, messages, pictures))
+
+
+def generated(folder: Path, given: dict[str, Any]) -> list[tuple[int, float]]:
+    """The same for the arguments of its model."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    given = reference_inputs(family, messages, pictures)
     with torch.no_grad():
         found = model.generate(
             **given,
@@ -318,6 +329,28 @@ def test_the_server_answers_about_an_image(llm: LLM) -> None:
         assert found.json["usage"]["prompt_tokens"] == len(expected_.prompt_token_ids)
         counted = client.post("/tokenize", {"messages": [said]}).json
         assert counted["tokens"] == list(expected_.prompt_token_ids)
+
+
+def test_paligemma_answers_texts_as_in_transformers(tmp_path: Path) -> None:
+    """It has no chat template. The whole prompt sees itself, so beams cannot continue it."""
+    family = PALIGEMMA._replace(
+        config={"vision_config": {"image_size": 56, "patch_size": 7}},
+        size={"size": {"height": 56, "width": 56}, "image_seq_length": 64},
+    )
+    write_model(family, tmp_path)
+    own, text = picture(40, 61, 1), "<image>caption en"
+    given = paligemma_inputs(text, own, family.size["size"], 64)
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32", "compute": "exact"}
+    with LLM(str(tmp_path), max_model_len=256, num_threads=1, **exact) as llm:
+        prompt = {"prompt": text, "multi_modal_data": {"image": own}}
+        [output] = llm.generate(prompt, GREEDY)
+        assert list(output.prompt_token_ids or ()) == given["input_ids"][0].tolist()
+        with pytest.raises(RequestError, match="beam_search: expected prompts without images"):
+            llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
+    ids, chances = zip(*answer(output), strict=True)
+    other, numbers = zip(*generated(tmp_path, given), strict=True)
+    assert ids == other
+    assert max(abs(one - two) for one, two in zip(chances, numbers, strict=True)) < 2e-4
 
 
 def test_prompts_may_have_no_images(seeing: tuple[Family, Path]) -> None:

@@ -33,7 +33,7 @@ from tests.models.tiny_vision_prompts import (
     some_images,
 )
 
-FAMILIES = ("gemma3", "qwen3_vl", "qwen2_5_vl", "llava", "internvl")
+FAMILIES = ("gemma3", "gemma4", "gemma4-e", "qwen3_vl", "qwen2_5_vl", "llava", "internvl")
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 192,
@@ -558,6 +558,24 @@ def test_a_span_wider_than_the_window_is_refused(tmp_path: Path) -> None:
     ):
         loaded.engine.add(job("a", ids, placed))
     loaded.engine.close()
+
+
+def test_steps_have_room_for_an_image_unless_the_caller_says_how_large_they_are(
+    tmp_path: Path,
+) -> None:
+    """Images of Gemma 3 have 256 tokens, as many as a step on a CPU has for other models."""
+    vision_model("gemma3").save_pretrained(tmp_path)
+    options = {**OPTIONS, "max_num_seqs": 250}
+    for asked, answered in ((None, True), (260, False)):
+        loaded = load(EngineConfig(model=str(tmp_path), max_num_batched_tokens=asked, **options))
+        vision = loaded.facts.model_config.vision
+        ids, placed = prompt(vision, some_images(vision, 1))
+        if answered:
+            assert len(answer(run(loaded.engine, job("a", ids, placed))["a"])) == 4
+        else:
+            with pytest.raises(RequestError, match="expected at most 10 tokens that see each"):
+                loaded.engine.add(job("a", ids, placed))
+        loaded.engine.close()
 
 
 @pytest.mark.parametrize("option", ["enable_chunked_prefill", "pipeline_parallel_size"])

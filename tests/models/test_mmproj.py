@@ -26,6 +26,11 @@ from tests.models.tiny_vision import MODELS, image, vision_model
 #: Options with which a file says all that the folder does, and sizes of tiles.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "gemma3": ({}, [(56, 56)]),
+    "gemma4": ({}, [(40, 24)]),
+    "gemma4-e": (
+        {"text_config": {**MODELS["gemma4-e"]["text_config"], "pad_token_id": 0}},
+        [(40, 24)],
+    ),
     "smolvlm": ({}, [(56, 56), (56, 56)]),
     "mistral3": ({"vision_feature_layer": -1}, [(40, 24)]),
     "qwen2_5_vl": (
@@ -59,9 +64,10 @@ def test_a_file_has_the_tower_of_its_folder(name: str, tmp_path: Path, ops: Ops)
     pictures = [image(own.config, sizes, 1)]
     found, expected = encode(own, pictures)[0], encode(folder, pictures)[0]
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
-    for key, colors in (("image_mean", folder.config.mean), ("image_std", folder.config.std)):
-        assert checkpoint.processor[key] == pytest.approx(colors)
+    for key in ("mean", "std"):
+        assert getattr(own.config, key) == pytest.approx(getattr(folder.config, key))
     assert own.config.both_ways == folder.config.both_ways
+    assert own.config.stand_in == folder.config.stand_in
 
 
 def test_the_file_of_lfm2_has_the_tower_of_its_folder(tmp_path: Path, ops: Ops) -> None:
@@ -144,6 +150,17 @@ def test_names_of_old_files_are_understood(tmp_path: Path, ops: Ops) -> None:
         pictures = pictures or [image(tower.config, [(56, 56)], 1)]
         found.append(encode(tower, pictures)[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("missing", ["v.blk.0.attn_q_norm.weight", "v.position_embd.weight"])
+def test_sizes_that_a_file_says_by_its_tensors_must_be_there(missing: str, tmp_path: Path) -> None:
+    model = vision_model("gemma4")
+    file = mmproj_file(model, "gemma4")
+    del file.tensors[missing]
+    path = save_gguf(tmp_path / "eyes.gguf", file)
+    text = save_gguf(tmp_path / "model.gguf", text_file(model, "gemma4"))
+    with pytest.raises(CheckpointError, match="expected the norms and positions of a tower of Gem"):
+        open_checkpoint(text, mmproj=str(path))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -13,11 +13,13 @@ import torch
 
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.models.decoder import MLP
+from sdk.models.layers import Projection
+from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
 from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower
+from sdk.quant.errors import CheckpointError
 from tests.models.test_activation_memory import Counting
 from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import (
@@ -32,6 +34,8 @@ from tests.models.tiny_vision import (
 #: Sizes of the tiles of images, by family.
 SIZES = {
     "gemma3": [[(56, 56)], [(56, 56), (56, 56)]],
+    "gemma4": [[(40, 24)], [(8, 104)], [(64, 56)]],
+    "gemma4-e": [[(40, 24)], [(16, 8)]],
     "qwen3_vl": [[(40, 24)], [(8, 104)], [(64, 56)]],
     "idefics3": [[(42, 42)] * 3, [(42, 42)]],
     "smolvlm": [[(56, 56)] * 2],
@@ -44,6 +48,7 @@ SIZES = {
     "llava_onevision": [[(300, 30)], [(57, 113)], [(160, 170)]],
     "mistral3": [[(40, 24)], [(8, 64)], [(64, 56)]],
     "qwen3_vl_moe": [[(40, 24)], [(64, 56)]],
+    "paligemma": [[(56, 56)], [(56, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
 }
 
@@ -187,7 +192,7 @@ def test_the_weights_of_a_tower_are_counted_from_headers(tmp_path: Path, ops: Op
     assert abs(counted - held) <= 0.02 * held
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e", "qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_a_run_needs_no_more_memory_than_planned(name: str, tmp_path: Path) -> None:
     ops = Ops("cpu", backends=("reference",), num_threads=1)
     counting = Counting(ops)
@@ -206,6 +211,43 @@ def test_a_run_needs_no_more_memory_than_planned(name: str, tmp_path: Path) -> N
     assert counting.most + pages <= planned <= 4 * (counting.most + pages)
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([0.5, 0.7], "k_proj.input_max: expected one number, found"),
+        ([-2.0], "k_proj: expected ranges of inputs and results, found"),
+        ([float("nan")], "k_proj: expected ranges of inputs and results, found"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(
+    values: list[float], why: str, tmp_path: Path, ops: Ops
+) -> None:
+    model = vision_model("gemma4-e")
+    attention = model.model.vision_tower.encoder.layers[1].self_attn
+    attention.k_proj.input_max = torch.tensor(values)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=why):
+        tower_of(tmp_path, ops)
+
+
+def test_without_ranges_projections_are_plain_and_without_the_flag_none_is_read(
+    tmp_path: Path, ops: Ops
+) -> None:
+    model = vision_model("gemma4-e")
+    model.save_pretrained(tmp_path / "clipped")
+    for name, buffer in model.named_buffers():
+        if name.endswith(("_min", "_max")):
+            buffer.fill_(-torch.inf if name.endswith("min") else torch.inf)
+    model.save_pretrained(tmp_path / "open")
+    config = tmp_path / "clipped" / "config.json"
+    config.write_text(config.read_text().replace('"use_clipped_linears": true', '"x": 0'))
+    for folder in ("clipped", "open"):
+        tower = tower_of(tmp_path / folder, ops)
+        layers: Any = tower.layers
+        kinds = {type(own) for one in layers for own in (one.mlp.down, one.mixers[0].qkv)}
+        assert kinds == {Projection}
+
+
 def test_towers_run_without_torch(tmp_path: Path) -> None:
     """Of a model that does not rotate, and of one that does."""
     for name in ("gemma3", "qwen3_vl"):
@@ -216,7 +258,7 @@ import sys
 import numpy as np
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.models.decoder import MLP
+from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
 from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.image import ImageInput

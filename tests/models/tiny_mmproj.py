@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.models.vision.family import vision_of
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, GgufBytes, gguf_of, save_gguf
+from tests.models.test_layer_geometries import gemma4_file
 
 #: For each family the architecture of the text, the projector, the name of an image's token, and
 #: the names of tensors, the folder's to the file's.
@@ -44,6 +45,37 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
             **SIGLIP,
             "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
             "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+        },
+    ),
+    "gemma4": (
+        "gemma4",
+        "gemma4v",
+        "<|image|>",
+        {
+            "vision_tower.patch_embedder.input_proj": "v.patch_embd",
+            "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+            "vision_tower.std_bias": "v.std_bias",
+            "vision_tower.std_scale": "v.std_scale",
+            "embed_vision.embedding_projection": "mm.input_projection",
+            "input_layernorm": "ln1",
+            "post_attention_layernorm": "attn_post_norm",
+            "pre_feedforward_layernorm": "ln2",
+            "post_feedforward_layernorm": "ffn_post_norm",
+            **{
+                f"{theirs}{linear}": own
+                for linear in (".linear", "")
+                for theirs, own in (
+                    ("self_attn.q_proj", "attn_q"),
+                    ("self_attn.k_proj", "attn_k"),
+                    ("self_attn.v_proj", "attn_v"),
+                    ("self_attn.o_proj", "attn_out"),
+                    ("mlp.gate_proj", "ffn_gate"),
+                    ("mlp.up_proj", "ffn_up"),
+                    ("mlp.down_proj", "ffn_down"),
+                )
+            },
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
         },
     ),
     "lfm2_vl": (
@@ -126,7 +158,7 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
 
 def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
     """The file of the text part. ``token``: another name of an image's token."""
-    arch, _, image_token, _ = FAMILIES[name]
+    arch, _, image_token, _ = FAMILIES[name.partition("-")[0]]
     config = model.config.text_config
     config.tie_word_embeddings = model.config.tie_word_embeddings
     tensors = {
@@ -136,7 +168,8 @@ def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
     }
     sections = config.rope_parameters.get("mrope_section")
     facts = {} if sections is None else {"rope.dimension_sections": (ARRAY, (I32, [*sections, 0]))}
-    file = gguf_of(SimpleNamespace(config=config, state_dict=lambda: tensors), facts, arch)
+    own = SimpleNamespace(config=config, state_dict=lambda: tensors)
+    file = gemma4_file(own) if arch == "gemma4" else gguf_of(own, facts, arch)
     tokens = [f"t{i}" for i in range(config.vocab_size)]
     tokens[90] = image_token if token is None else token
     file.metadata["tokenizer.ggml.tokens"] = (ARRAY, (STRING, tokens))
@@ -145,7 +178,7 @@ def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
 
 def mmproj_file(model: Any, name: str) -> GgufBytes:
     """The file of the encoder of images, in float32."""
-    _, projector, _, names = FAMILIES[name]
+    _, projector, _, names = FAMILIES[name.partition("-")[0]]
     vision = model.config.vision_config
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     patch = vision.patch_size
@@ -153,14 +186,18 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
     if name == "qwen3_vl":
         side = patch * 5
     file = GgufBytes({"general.architecture": (STRING, "clip"), "general.type": (STRING, "mmproj")})
-    activation = "use_silu" if vision.hidden_act == "silu" else "use_gelu"
     file.metadata |= {
         "clip.has_vision_encoder": (BOOL, True),
         "clip.projector_type": (STRING, projector),
-        f"clip.{activation}": (BOOL, True),
     }
-    colors = vision_of(model.config.to_dict())
-    assert colors is not None
+    colors: Any = vision_of(model.config.to_dict())
+    if projector == "gemma4v":  # the converter says nothing of its activation
+        del file.metadata["clip.projector_type"]
+        file.metadata["clip.vision.projector_type"] = (STRING, projector)
+        colors = SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3)
+    else:
+        activation = "use_silu" if vision.hidden_act == "silu" else "use_gelu"
+        file.metadata[f"clip.{activation}"] = (BOOL, True)
     facts: dict[str, tuple[int, Any]] = {
         "projection_dim": (U32, model.config.text_config.hidden_size),
         "image_size": (U32, side),
@@ -193,7 +230,7 @@ def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
             "projector.scale_factor": (U32, model.config.scale_factor),
             "preproc_image_size": (U32, 112),
         }
-    if name == "lfm2_vl":
+    if name == "lfm2_vl" or name.startswith("gemma4"):
         return {"projector.scale_factor": (U32, 2)}
     if name == "mistral3":
         return {"spatial_merge_size": (U32, 2)}
@@ -229,6 +266,10 @@ def _parts(name: str, values: Tensor, family: str) -> list[tuple[str, Tensor]]:
         return [(name, pairs.transpose(1, 2).reshape(values.shape))]
     if family == "lfm2_vl" and name == "v.patch_embd.weight":  # of pixels, colors last
         return [(name, values.view(len(values), 7, 7, 3).permute(0, 3, 1, 2))]
+    if family.startswith("gemma4") and name == "v.patch_embd.weight":
+        return [(name, values.view(len(values), 4, 4, 3).permute(0, 3, 1, 2))]
+    if not values.dim():
+        return [(name, values[None])]
     if name == "mm.soft_emb_norm.weight":
         return [(name, values + 1)]
     return [(name, values)]

@@ -56,6 +56,28 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+#: Layers with a window and without one, whose heads differ.
+GEMMA4_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+}
+#: Heads of 24 features, patches of 4 pixels, of which 4 become a token.
+GEMMA4: dict[str, Any] = {
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 24,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 560,
+}
 #: Families whose images have any shape.
 FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MODELS: dict[str, dict[str, Any]] = {
@@ -64,6 +86,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": SIGLIP,
         "mm_tokens_per_image": 16,
         "image_token_index": 90,
+    },
+    "gemma4": {
+        "text_config": {
+            **GEMMA4_TEXT,
+            "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        "vision_config": {**GEMMA4, "standardize": True},
+        "image_token_id": 90,
+    },
+    # the small sizes
+    "gemma4-e": {
+        "text_config": {
+            **GEMMA4_TEXT,
+            "num_hidden_layers": 5,
+            "layer_types": [*GEMMA4_TEXT["layer_types"], *GEMMA4_TEXT["layer_types"][1:]],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "pad_token_id": 3,
+        },
+        "vision_config": {**GEMMA4, "use_clipped_linears": True},
+        "image_token_id": 90,
     },
     "idefics3": {
         "text_config": {**TEXT, "model_type": "llama"},
@@ -131,6 +178,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -2,
         "multimodal_projector_bias": True,
     },
+    "paligemma": {
+        "text_config": {**TEXT, "model_type": "gemma2", "sliding_window": 128},
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 90,
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
     "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0, 2]},
@@ -157,13 +211,22 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def vision_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """A random model whose features are of the size of 1."""
-    config = transformers.CONFIG_MAPPING[name](**{**MODELS[name], **changes})
+    kind = name.partition("-")[0]
+    config = transformers.CONFIG_MAPPING[kind](**{**MODELS[name], **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
             parameter.normal_(0.3 if parameter.dim() == 1 else 0.0, spread)
+        for own, buffer in model.named_buffers():  # of Gemma 4
+            end = own.rpartition("_")[2]
+            if ".std_" in own or own.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
+            elif end in ("min", "max"):  # of inputs of q, k and v they differ in one layer
+                equal = "input" in own and ".layers.1." not in own
+                buffer.fill_(1.0).mul_(1 if equal else torch.rand(()).add_(0.5))
+                buffer.mul_(-0.9 if end == "min" else 0.7)
     return model
 
 
@@ -197,6 +260,35 @@ def expected_rows(model: Any, config: VisionConfig, images: list[ImageInput]) ->
     name = model.config.model_type
     rows = _qwen_rows if name in FREE else _OTHERS.get(name, _rows)
     return [rows(model, config, own) for own in images]
+
+
+def padded_patches(tiles: list[Tensor], config: VisionConfig) -> dict[str, Tensor]:
+    """As the processor of Gemma 4 hands tiles float32 ``[3, height, width]`` to the model: the
+    colors of a pixel are neighbours, and a patch has its column and its row, -1 beyond the last."""
+    side, most = config.patch, max(tile[0].numel() for tile in tiles) // config.patch**2
+    patches = torch.zeros(len(tiles), most, 3 * side**2)
+    places = torch.full((len(tiles), most, 2), -1)
+    for i, tile in enumerate(tiles):
+        down, right = (count // side for count in tile.shape[1:])
+        own = tile.view(3, down, side, right, side).permute(1, 3, 2, 4, 0).reshape(down * right, -1)
+        patches[i, : len(own)] = own
+        rows, columns = torch.arange(down), torch.arange(right)
+        places[i, : len(own)] = torch.cartesian_prod(rows, columns).flip(1)
+    return {"pixel_values": patches, "image_position_ids": places}
+
+
+def from_0_to_1(tile: NDArray[np.uint8]) -> Tensor:
+    """float32 ``[3, height, width]``."""
+    return torch.from_numpy((tile * (1 / 255)).astype(np.float32)).permute(2, 0, 1)
+
+
+def _gemma4_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """With another image beside it, so that there is padding."""
+    [tile] = own.tiles
+    other = torch.zeros(3, tile.shape[0] + 2 * config.patch * config.merge, tile.shape[1])
+    given = padded_patches([from_0_to_1(tile), other], config)
+    with torch.no_grad():
+        return _joined(model.get_image_features(**given).pooler_output[0])
 
 
 def _joined(rows: Any) -> Tensor:
@@ -246,6 +338,7 @@ def _anyres_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
 
 
 _OTHERS = {
+    "gemma4": _gemma4_rows,
     "llava_next": _anyres_rows,
     "llava_onevision": _anyres_rows,
     "idefics3": _idefics_rows,

@@ -15,7 +15,7 @@ from sdk.engine.job import Job
 from sdk.engine.plan import SequenceSpec
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput, PromptImage
-from tests.models.tiny_vision import FREE, image, normalized
+from tests.models.tiny_vision import FREE, from_0_to_1, image, normalized, padded_patches
 
 #: Begin and end an image in a prompt.
 BEGIN, END = 88, 89
@@ -24,7 +24,7 @@ BEGIN, END = 88, 89
 def some_images(config: VisionConfig, count: int) -> list[ImageInput]:
     """Images of the sizes that a tiny model of a family reads."""
     unit = config.patch * config.merge
-    if config.axes is not None:
+    if config.axes is not None or config.family == "gemma4":
         sizes = [(2 * unit, 3 * unit), (4 * unit, 2 * unit), (unit, unit)]
     else:
         sizes = [(56, 56)] * 3
@@ -85,13 +85,16 @@ def expected_logits(
     tokens = torch.tensor([ids])
     tiles = [normalized(tile, config) for one in images for tile in one.tiles]
     given: dict[str, Any] = {}
-    if images and name in FREE:
+    if images and config.family == "gemma4":
+        given = padded_patches([from_0_to_1(t) for one in images for t in one.tiles], config)
+    elif images and name in FREE:
         given["pixel_values"] = torch.cat([_patches(tile, config) for tile in tiles])
         grids = [[1, *(side // config.patch for side in tile.shape[1:])] for tile in tiles]
         given["image_grid_thw"] = torch.tensor(grids)
     elif images:
         given["pixel_values"] = torch.stack(tiles)
-    kind = "mm_token_type_ids" if name in FREE else "token_type_ids"
+    named = name in FREE or config.family == "gemma4"
+    kind = "mm_token_type_ids" if named else "token_type_ids"
     given[kind] = (tokens == config.token_id).int()
     with torch.no_grad():
         found: Tensor = model(input_ids=tokens, **given).logits[0]

@@ -23,6 +23,13 @@ def image_ids(digest: bytes, count: int) -> list[int]:
     return [~(number & _MASK) for number in found]
 
 
+def whole_ids(ids: Sequence[int]) -> list[int]:
+    """The ids of a prompt whose tokens see each other both ways: what its first tokens are depends
+    on the last ones, so the first id stands for all."""
+    digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=32).digest()
+    return [*image_ids(digest, 1), *ids[1:]]
+
+
 def key_ids(token_ids: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
     """The ids of a prompt in keys."""
     found = list(token_ids)

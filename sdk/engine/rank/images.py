@@ -144,6 +144,13 @@ class ImageInputs:
         self._written = end
         self._buffers.send()
 
+    def stand_in(self, token_ids: NDArray[np.int64]) -> None:
+        """Replace the tokens of images in a step: see ``VisionConfig.stand_in``."""
+        token = self.config.stand_in
+        if token is not None and self._written:
+            own = token_ids[: self._written]
+            own[self._rows[: self._written] >= 0] = token
+
     def _write(self, own: RequestImages, first: int, begin: int, end: int) -> None:
         """The tokens ``begin`` to ``end`` of the step are those of a request from ``first`` on."""
         last = first + end - begin

@@ -160,6 +160,7 @@ class StepInputs:
             self.write_pages(index, request)
         if self.images is not None:
             self.images.write(batch.rows, batch.requests)
+            self.images.stand_in(self._tokens)
         self.set_states(batch.rows, batch.requests, batch.state_saves)
         self._output_rows[: len(batch.output_rows)] = batch.output_rows
         if self._adapted or any(row.adapter >= 0 for row in batch.rows):

@@ -37,7 +37,9 @@ def images_of(spec: SequenceSpec, num_prompt: int, config: VisionConfig) -> Requ
     shift = 0
     if config.both_ways is not None:
         ahead = np.zeros(num_prompt, np.int32)
-        for one in spec.images:
+        if config.both_ways == "prompt":
+            ahead[:] = np.arange(num_prompt - 1, -1, -1)
+        for one in spec.images if config.both_ways != "prompt" else ():
             for first, count in one.spans:
                 ahead[first : first + count] = np.arange(count - 1, -1, -1)
     if config.axes is not None:

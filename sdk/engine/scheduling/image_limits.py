@@ -37,6 +37,11 @@ class ImageLimits(NamedTuple):
         return self.vision.both_ways is not None
 
     @property
+    def whole_prompt(self) -> bool:
+        """Whether all tokens of a prompt with images see one another both ways."""
+        return self.vision.both_ways == "prompt"
+
+    @property
     def most_joined(self) -> int:
         """The most tokens that may see one another both ways."""
         return min(self.window or self.span, self.span)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sdk.api.errors import RequestError
 from sdk.engine.job import Job
+from sdk.engine.pages.image_keys import whole_ids
 from sdk.engine.plan import EncodedImage, Encoding, SequenceSpec, StepResult
 from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
 from sdk.engine.scheduling.in_flight import Batch
@@ -129,6 +130,17 @@ class Images:
                 f"images: expected {wanted} placeholders ({placeholder}) in the prompt, as "
                 f"many as its {len(images)} images have tokens, found {found}"
             )
+        if limits.whole_prompt and len(images) > 1:
+            raise RequestError(
+                f"images: expected one in a prompt of this model, found {len(images)}: all tokens "
+                "of its prompts see each other"
+            )
+        if limits.whole_prompt and len(tokens) > limits.most_joined:
+            raise RequestError(
+                f"prompt: expected at most {limits.most_joined} tokens beside images, which see "
+                "each other both ways (of the sliding window, and of max_num_batched_tokens beside "
+                f"max_num_seqs), found {len(tokens)}"
+            )
 
     def _check_image(self, number: int, one: PromptImage) -> None:
         limits, image = self.limits, one.image
@@ -162,11 +174,18 @@ class Images:
                 f"max_num_seqs), found {max(counts)}"
             )
 
+    def mark(self, request: Request) -> None:
+        """Make a prompt whose tokens see each other both ways a prefix of none but itself."""
+        if self.limits.whole_prompt and request.key_prompt is not None:
+            request.key_prompt = whole_ids(request.key_prompt)
+
     def most_tokens(self, request: Request, most: int, hard: int) -> int:
         """How many of the next ``most`` tokens of a request may run: up to the next image without
         rows, and no part of a span that sees both ways: for the rest of one, up to ``hard``."""
         begin = request.num_computed
         end = begin + most
+        if self.limits.whole_prompt and begin < request.num_prompt_tokens:
+            return self._whole(request, most, hard)
         for one in request.spec.images:
             ready = self._is_ready(one.image)
             for first, count in one.spans:
@@ -181,10 +200,19 @@ class Images:
                     return after - begin if after - begin <= hard else 0
         return most
 
+    def _whole(self, request: Request, most: int, hard: int) -> int:
+        """The same of a prompt that must run in one step."""
+        left = request.num_prompt_tokens - request.num_computed
+        if not all(self._is_ready(one.image) for one in _images_left(request)):
+            return 0
+        return most if left <= most else left if left <= hard else 0
+
     def most_joined(self, prompts: Iterable[Request]) -> int:
         """The most tokens that must run in one step, because they see one another both ways."""
         if not self.limits.both_ways:
             return 0
+        if self.limits.whole_prompt:
+            return max((one.num_prompt_tokens for one in prompts), default=0)
         left = (span for one in prompts for image in _images_left(one) for span in image.spans)
         return max((count for _, count in left), default=0)
 

@@ -47,6 +47,8 @@ class ImageProcessor(ABC):
     placeholder: str
     #: No image becomes more tokens.
     most_tokens: int
+    #: All tokens of a prompt with images see each other both ways, those of an answer do not.
+    whole_prompts = False
 
     @property
     def written(self) -> str:

@@ -100,6 +100,7 @@ class PaliGemmaProcessor(ImageProcessor):
     """PaliGemma: resized to a square, one token for each patch, no marks."""
 
     placeholder = "<image>"
+    whole_prompts = True
 
     def __init__(self, settings: Settings) -> None:
         self._side = tile_side(settings, 224)
