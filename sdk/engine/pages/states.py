@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 #: More uses than this do not count.
 _MOST_USES = 4
+#: The end of an answer counts as used so often from the start: the next turn goes on from there.
+#: What it saves is otherwise no more than the tokens since the last page boundary, so that of two
+#: answers the older one's prompt would stay and the newer one's end would go (docs/log/models.md).
+USES_OF_END = 3
 
 
 class StateSlots(NamedTuple):
@@ -200,16 +204,24 @@ class StatePool:
         return self._snapshots.get(page)
 
     def attach(
-        self, page: int, slot: int, num_tokens: int, before: StateSnapshot | None
+        self,
+        page: int,
+        slot: int,
+        num_tokens: int,
+        before: StateSnapshot | None,
+        uses: int = 1,
     ) -> StateSnapshot:
         """``slot`` has the state after ``num_tokens`` tokens, the last of which is in a known page.
-        If the page has a snapshot already, that one stays. ``before``: an earlier one."""
+        If the page has a snapshot already, that one stays. ``before``: an earlier one. ``uses``:
+        as how many it counts."""
         found = self._snapshots.get(page)
         if found is not None:
             self._free.append(slot)
+            self.expect(found, uses)
             return found
         parent = living(before)
         snapshot = self._snapshots[page] = StateSnapshot(slot, page, num_tokens, parent)
+        snapshot.uses = uses
         if parent is not None:
             parent.children.add(snapshot)
         self._offer(snapshot)
@@ -217,7 +229,12 @@ class StatePool:
 
     def use(self, snapshot: StateSnapshot) -> None:
         """A request continues from it."""
-        snapshot.uses = min(snapshot.uses + 1, _MOST_USES)
+        self.expect(snapshot, min(snapshot.uses + 1, _MOST_USES))
+
+    def expect(self, snapshot: StateSnapshot, uses: int) -> None:
+        """It counts as used so often, if it was used less."""
+        if uses > snapshot.uses:
+            snapshot.uses = uses
         if snapshot.entry:
             self._withdraw(snapshot)
             self._offer(snapshot)
