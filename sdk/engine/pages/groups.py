@@ -76,8 +76,8 @@ class Groups:
         self.frames = [FramePool(group, size, pool.num_pages) for group in config.windows]
         self.states = None if config.states is None else StatePool(config.states)
         states = [] if self.states is None else [self.states]
-        kinds: list[Places] = [pool, *self.frames, *states]
-        self.budget = Budget(config.cache_bytes, kinds, self._shares())
+        self._kinds: list[Places] = [pool, *self.frames, *states]
+        self.budget = Budget(config.cache_bytes, self._kinds, self._shares())
         for pages in self.frames:
             pages.on_shortage = partial(self._obtain_unused, pages)
         if self.states is not None:
@@ -104,10 +104,27 @@ class Groups:
 
     def _obtain_pages(self, count: int) -> None:
         """The pool needs this many spare pages."""
-        self.budget.obtain(self._needs(count))
+        self._obtain(self._needs(count))
+
+    def _obtain(self, needs: Sequence[int]) -> bool:
+        """:meth:`Budget.obtain`, but memory that nobody uses comes before content."""
+        self._borrow(needs)
+        return self.budget.obtain(needs)
 
     def _obtain_unused(self, kind: Places, count: int) -> None:
-        self.budget.obtain_unused(kind, kind.num_unused + count)
+        """``kind`` lacks this many places without content: take memory that nobody uses."""
+        needs = [kind.num_unused + count if one is kind else 0 for one in self._kinds]
+        self._borrow(needs)
+        self.budget.obtain_unused(kind, max(needs))
+
+    def _borrow(self, needs: Sequence[int]) -> None:
+        """Take from a memory pool what is missing so that each kind may have so many places without
+        content, as cached pages do: it is granted as pages, for all kinds."""
+        pool = self._pool
+        if pool.on_shortage is not None and pool.unit_bytes:
+            missing = self.budget.missing_unused(needs)
+            if missing > 0:
+                pool.on_shortage(-(-missing // pool.unit_bytes), False)
 
     def _needs(self, pages: int = 0, slots: int = 0) -> list[int]:
         needs = [pages] + [0] * len(self.frames)
@@ -252,7 +269,7 @@ class Groups:
                 self.saves.read(sequence, hit.snapshot, tokens)
             self._started.add(sequence.request_id)
         slots = 0 if self.states is None else self.states.num_working * len(hits)
-        obtained = self.budget.obtain(self._needs(pages, slots))
+        obtained = self._obtain(self._needs(pages, slots))
         assert obtained, "memory for frames or slots is missing"
         if self.saves is not None:
             for sequence in request.sequences:
@@ -363,7 +380,7 @@ class Groups:
             if lacking > 0:
                 needs = self._needs()
                 needs[1 + group] = lacking
-                obtained = self.budget.obtain(needs)
+                obtained = self._obtain(needs)
                 assert obtained, "frames for a prompt are missing"
             first = held.end
             frames = pool.grow(held, num_pages)
@@ -416,7 +433,7 @@ class Groups:
         for index, pool in enumerate(self.frames):
             found.append(Held(0, pool.first_seen(tokens)))
             needs[1 + index] = num_pages - found[-1].first
-        if not self.budget.obtain(needs):
+        if not self._obtain(needs):
             return None
         for pool, held in zip(self.frames, found, strict=True):
             pool.grow(held, num_pages)
