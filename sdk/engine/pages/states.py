@@ -74,11 +74,14 @@ def living(snapshot: StateSnapshot | None) -> StateSnapshot | None:
 
 
 class WorkingState:
-    """The state of one running sequence. ``slots[current]`` has it once the sequence ``has_run``;
-    before, the slot ``initial`` has it (-1: zeros), which is that of ``read``, a snapshot that is
-    held until then. ``save_at``: numbers of tokens after which a
+    """The state of one running sequence.
+
+    ``slots[current]`` has it once the sequence ``has_run``; before, the slot ``initial`` has it
+    (-1: zeros), which is that of ``read``, a snapshot that is held until then, or ``slots[0]``,
+    into which the state is copied from the swap space. ``save_at``: numbers of tokens after which a
     snapshot is taken, ``saving`` those in flight with their slots, ``last`` the last one taken or
-    read, ``rolling`` the last one of its answer."""
+    read, ``rolling`` the last one of its answer.
+    """
 
     __slots__ = (
         "current",
@@ -122,6 +125,8 @@ class StatePool:
         self.evictions = 0
         #: Called with a number of missing slots before a snapshot is evicted.
         self.on_shortage: Callable[[int], None] | None = None
+        #: Called with a snapshot before it is evicted.
+        self.on_evict: Callable[[StateSnapshot], None] | None = None
         self._withheld = list(range(slots.num_slots - 1, 0, -1))
         self._free: list[int] = []
         self._snapshots: dict[int, StateSnapshot] = {}  # by page
@@ -309,6 +314,8 @@ class StatePool:
         snapshot = self._first()
         assert snapshot is not None, "no slot is spare"
         self._clock = max(self._clock, snapshot.value)
+        if self.on_evict is not None:
+            self.on_evict(snapshot)
         self._withdraw(snapshot)
         self._unlink(snapshot)
         self.evictions += 1
