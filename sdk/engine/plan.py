@@ -153,12 +153,15 @@ class RequestStart(NamedTuple):
 class Swap(NamedTuple):
     """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot.
+    Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot. With
+    window groups or states: a copy of a place of this ``region`` of the cache, in equal parts to
+    several slots.
     """
 
     page: int
-    slot: int
+    slots: tuple[int, ...]
     out: bool
+    region: int = 0
 
 
 class Move(NamedTuple):

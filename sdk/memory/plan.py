@@ -83,6 +83,11 @@ class Alternative:
         )
 
 
+#: The smallest place of a cache with frames or states is this many slots of the swap space, and the
+#: largest at most that many.
+_SLOTS_OF_SMALLEST, _SLOTS_OF_LARGEST = 4, 256
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The most bytes that an engine occupies. ``str()`` gives the breakdown as a table.
@@ -143,10 +148,31 @@ class MemoryPlan:
 
     @property
     def swap_pages(self) -> int:
-        """Pages of ``page_bytes`` that fit the swap space; they are not part of ``total``."""
+        """Slots of ``swap_slot_bytes`` that fit the swap space; they are not part of ``total``."""
         space = 0 if self.config is None else self.config.swap_space
         assert not isinstance(space, str)  # EngineConfig has parsed it
-        return space // self.page_bytes if self.page_bytes else 0
+        return space // self.swap_slot_bytes if self.swap_slot_bytes else 0
+
+    @property
+    def _place_bytes(self) -> list[int]:
+        """Bytes of a page, of a frame of each window group, and of a state."""
+        states = [] if self.states is None else [self.states.slot_bytes]
+        return [self.page_bytes, *(group.frame_bytes for group in self.windows), *states]
+
+    @property
+    def swap_slot_bytes(self) -> int:
+        """Bytes of a slot of the swap space: a page; with frames or states a part of one, so that
+        rounding up takes at most a quarter of the smallest place."""
+        sizes = [size for size in self._place_bytes if size]
+        if len(self._place_bytes) == 1 or not sizes:
+            return self.page_bytes
+        return max(-(-min(sizes) // _SLOTS_OF_SMALLEST), -(-max(sizes) // _SLOTS_OF_LARGEST))
+
+    @property
+    def swap_parts(self) -> tuple[int, ...]:
+        """How many slots of the swap space a page takes, a frame of each window group, a state."""
+        unit = max(self.swap_slot_bytes, 1)
+        return tuple(max(-(-size // unit), 1) for size in self._place_bytes)
 
     @property
     def fixed(self) -> int:
@@ -332,8 +358,12 @@ class MemoryPlan:
     def _swap_space(self) -> tuple[str, str]:
         count, types = self.swap_pages, self.kv_dtype.split(">")
         small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
-        note = f"not part of the total: {count} pages of {types[0]}{small}"
-        return format_bytes(count * self.page_bytes), note
+        what = f"{count} pages of {types[0]}{small}"
+        if len(self._place_bytes) > 1:
+            kinds = "frames" if self.states is None else "frames and states"
+            kinds = kinds if self.windows else "states"
+            what = f"for pages, {kinds}, {count} parts of {format_bytes(self.swap_slot_bytes)}"
+        return format_bytes(count * self.swap_slot_bytes), f"not part of the total: {what}"
 
 
 def _images_note(images: ImageMemory) -> str:

@@ -191,7 +191,6 @@ def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
         return ""
     asked = {
         "kv_policy": config.kv_policy is not None,
-        "swap_space": config.swap_space != 0,
         "prefill_replicas": config.prefill_replicas > 0,
         "enable_chunked_prefill=False": not config.enable_chunked_prefill,
     }
@@ -208,17 +207,22 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
         return
     speculative = config.speculative_config
     drafts = isinstance(speculative, SpeculativeConfig) and speculative.method == "self"
+    found = f"the recurrent states of this model ({model.model_type})"
+    if config.kv_policy is not None:
+        raise RequestError(
+            f"kv_policy: found {safe_repr(config.kv_policy)}: a state has no older tokens to keep "
+            f"in fewer bits, and pages share their memory with {found}; give keys and values one "
+            "type with kv_cache_dtype"
+        )
     asked = {
-        "kv_policy": (config.kv_policy is not None, "keys and values of several types"),
-        "swap_space": (config.swap_space != 0, "pages in swap space"),
         "prefill_replicas": (config.prefill_replicas > 0, "pages that replicas hand over"),
         "speculative_config": (drafts, "drafts that are written into the model's own pages"),
     }
     for name, (is_set, what) in asked.items():
         if is_set:
             raise RequestError(
-                f"{name}: found {safe_repr(getattr(config, name))}: {what} do not work with the "
-                f"recurrent states of this model ({model.model_type}) yet; leave the option out"
+                f"{name}: found {safe_repr(getattr(config, name))}: {what} do not work with "
+                f"{found} yet; leave the option out"
             )
 
 

@@ -130,6 +130,42 @@ def test_models_with_states_or_windows_lend_and_borrow(
     assert pool.used == 0
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_saved_states_borrow_from_the_pool_and_go_back_when_another_model_needs_memory(
+    name: str, tiny_path: Path, tmp_path: Path
+) -> None:
+    """One request runs at a time, in the memory that the model owns: what it borrows are states and
+    pages of prompts that have ended, so that all of them go on where they were."""
+    path = tiny_hybrid(name, tmp_path)
+    options = {**OPTIONS, "max_model_len": 128, "max_num_seqs": 8, "num_threads": 1}
+    options |= {"skip_tokenizer_init": True}
+    given = [[3 + (7 * i + 11 * j) % 200 for j in range(40)] for i in range(8)]
+    own = LLM.plan(path, memory=MemoryPool("1GiB"), **options)
+    assert own.states is not None
+    room = 8 * (4 * own.page_bytes + 4 * own.states.slot_bytes)
+    pool = MemoryPool(own.total + own_bytes(tiny_path) + room)
+    with (
+        LLM(path, memory=pool, **options) as llm,
+        LLM(tiny_path, memory=pool, **OPTIONS) as other,
+    ):
+        before, answers = pool.used, [tokens(llm, [prompt])[0] for prompt in given]
+        states = llm._driver.engine.scheduler.groups.states  # type: ignore[union-attr]
+        assert states.capacity >= 2 * len(given)  # of each prompt and of each answer
+        assert before < pool.used <= pool.budget
+        for prompt, answer in zip(given, answers, strict=True):
+            more = {"prompt_token_ids": [*prompt, *answer, 5]}
+            [output] = llm.generate(more, GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == len(prompt) + len(answer) - 1
+        held = pool.used
+        missing = pool.free + 3 * own.states.slot_bytes
+        pool.make_room(missing)
+        assert pool.free >= missing and pool.used < held
+        assert tokens(other, prompts(4))
+        pool.make_room(pool.budget)
+        assert pool.used == before
+        assert [tokens(llm, [prompt])[0] for prompt in given] == answers
+
+
 def test_a_model_without_pages_owns_what_its_requests_need(tmp_path: Path) -> None:
     tiny("mamba2", **ARCHITECTURES["mamba2"]).save_pretrained(tmp_path)
     options = {**OPTIONS, "skip_tokenizer_init": True, "num_threads": 1}

@@ -116,7 +116,7 @@ def test_a_page_that_was_not_written_can_be_read_until_that_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = torch.arange(48, dtype=torch.uint8).view(3, 16)
-    storage = SwapStorage(pages, 4, str(tmp_path))
+    storage = SwapStorage([pages], 4, str(tmp_path))
     small = page_id(1, 5)  # a page of the second tier
 
     def full(*_: Any) -> int:
@@ -124,16 +124,16 @@ def test_a_page_that_was_not_written_can_be_read_until_that_was_told(
 
     with monkeypatch.context() as patch:
         patch.setattr(sdk.engine.rank.swap_storage.os, "pwrite", full)
-        storage.run(Swap(1, 2, out=True))
-        storage.run(Swap(page_id(1, 4), small, out=True))
-        storage.run(Swap(0, 3, out=True))
-    storage.run(Swap(2, 3, out=True))  # taken now: no loss
-    storage.run(Swap(0, 2, out=False))
-    storage.run(Swap(page_id(1, 2), small, out=False))
+        storage.run(Swap(1, (2,), out=True))
+        storage.run(Swap(page_id(1, 4), (small,), out=True))
+        storage.run(Swap(0, (3,), out=True))
+    storage.run(Swap(2, (3,), out=True))  # taken now: no loss
+    storage.run(Swap(0, (2,), out=False))
+    storage.run(Swap(page_id(1, 2), (small,), out=False))
     assert pages[0].tolist() == list(range(16, 32))
     assert pages[1].tolist() == [*range(32, 40), *range(24, 32)]
     assert storage.unwritten().keys() == {2, small}
     assert storage.unwritten() == {} and not storage._kept
-    storage.run(Swap(0, 3, out=False))
+    storage.run(Swap(0, (3,), out=False))
     assert pages[0].tolist() == list(range(32, 48))
     storage.close()

@@ -32,9 +32,10 @@ def turns(llm: LLM) -> tuple[list[list[int]], list[int]]:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[list[int]]:
     """The answers of an engine whose pages have all layers."""
-    with LLM(path, swap_space="1MiB", **OPTIONS) as llm:
+    with LLM(path, enable_chunked_prefill=False, **OPTIONS) as llm:
         assert not llm.memory_plan.windows
-        assert "layers with a window keep all tokens: with swap_space" in llm.explain()
+        named = "layers with a window keep all tokens: with enable_chunked_prefill=False"
+        assert named in llm.explain()
         return turns(llm)[0]
 
 
@@ -78,7 +79,6 @@ def test_with_little_memory_requests_start_over_and_answer_the_same(
     ("options", "named"),
     [
         ({"kv_policy": "fp16>int8", "block_size": 128}, "kv_policy"),
-        ({"swap_space": "1MiB"}, "swap_space"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False"),
     ],
 )
@@ -99,13 +99,14 @@ def test_gemma_3_at_32768_tokens_takes_a_fifth(gemma3: Path) -> None:
     options = {"max_model_len": 32768, "max_num_seqs": 1}
     made = LLM.plan(gemma3, **options)
     assert made.kv_cache <= 115 * 2**20 and made.full_requests == 1
-    assert LLM.plan(gemma3, **options, swap_space="1MiB").kv_cache == 576 * 2**20
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 32768}
+    assert LLM.plan(gemma3, **options, **whole).kv_cache == 576 * 2**20
     # the least: window and step beside the three layers that keep all tokens
     least = LLM.plan(gemma3, **options, kv_cache_memory_bytes=108 * 2**20)
     assert least.fits
     assert not LLM.plan(gemma3, **options, kv_cache_memory_bytes=107 * 2**20).fits
     many = LLM.plan(gemma3, max_model_len=8192, kv_cache_memory_bytes="2GiB")
-    kept = LLM.plan(gemma3, max_model_len=8192, kv_cache_memory_bytes="2GiB", swap_space="1MiB")
+    kept = LLM.plan(gemma3, max_model_len=8192, kv_cache_memory_bytes="2GiB", **whole)
     assert many.full_requests > 3.5 * kept.full_requests
 
 

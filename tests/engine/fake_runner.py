@@ -158,7 +158,7 @@ class FakeRunner:
     def _step(self, plan: StepPlan):
         for one in plan.copies:
             if isinstance(one, Swap):
-                self._swap(*one)
+                self._swap(one)
             elif isinstance(one, Duplicate):
                 self._duplicate(one)
             else:
@@ -210,11 +210,16 @@ class FakeRunner:
         assert 0 < index >> tier < self.num_pages, "no such page"
         return page, position % self.page_size
 
-    def _swap(self, page: int, slot: int, out: bool) -> None:
+    def _swap(self, one: Swap) -> None:
         """What lay in the memory of the target, also as pages of another tier, is lost."""
+        if self.groups is not None:
+            self.groups.swap(one, self.slots)
+            return
+        [slot], page = one.slots, one.page
+        assert not one.region, "no such region"
         assert page_tier(page)[0] == page_tier(slot)[0], "a page and a slot of another size"
-        source, target = (self.slots, self.swapped) if out else (self.swapped, self.slots)
-        begin, end = (page, slot) if out else (slot, page)
+        source, target = (self.slots, self.swapped) if one.out else (self.swapped, self.slots)
+        begin, end = (page, slot) if one.out else (slot, page)
         for offset in range(self.page_size):
             self._write(end, offset, source[begin, offset], target)
 
@@ -324,12 +329,38 @@ class GroupMemory:
         self.values: dict[tuple[int, int, int], bytes] = {}  # by group, frame, offset
         self.slots: dict[int, bytes] = {}
         self.most_held = [0] * len(config.windows)
+        self.swap_parts, self.num_swap_slots = config.swap_parts, config.num_swap_pages
+        self.swapped: dict[int, tuple[int, int, list[bytes]]] = {}
 
     def add(self, state, frames) -> None:
         """New frames of a request."""
         assert all(0 < frame < self.windows[frames.group].num_frames for frame in frames.frames)
         for index, frame in enumerate(frames.frames, frames.first):
             state["frames"][frames.group, index] = frame
+
+    def swap(self, one: Swap, pages: dict) -> None:
+        """Copy a place to or from its slots, each with a part of it that is told from others."""
+        assert len(one.slots) == self.swap_parts[one.region], "a place of another size"
+        size = range(self.page_size)
+        if one.region == 1 + len(self.windows):
+            memory, places = self.slots, [one.page]
+        elif one.region:
+            memory, places = self.values, [(one.region - 1, one.page, i) for i in size]
+        else:
+            memory, places = pages, [(one.page, i) for i in size]
+        if one.out:
+            content = [memory.get(place, b"unwritten") for place in places]
+            for number, slot in enumerate(one.slots):
+                assert 0 <= slot < self.num_swap_slots, "no such slot"
+                self.swapped[slot] = (one.region, number, content)
+            return
+        parts = [self.swapped[slot] for slot in one.slots]
+        content = parts[0][2]
+        for number, part in enumerate(parts):
+            assert part == (one.region, number, content), "a slot has another content"
+            assert part[2] is content, "parts of different copies"
+        for place, value in zip(places, content, strict=True):
+            memory[place] = value
 
     def duplicate(self, group: int, source: int, target: int) -> None:
         for offset in range(self.page_size):

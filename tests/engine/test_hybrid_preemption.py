@@ -104,6 +104,27 @@ def test_answers_that_are_drawn_survive_preemption_too(path: Path) -> None:
     assert preempted > 0 and found[0] == found[1]
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_preempted_requests_had_comes_back_from_the_swap_space(
+    path: Path, in_file: bool, tmp_path: Path
+) -> None:
+    """Pages, frames and states: answers are the same to the bit, and fewer tokens run."""
+    with opened(path) as whole:
+        alone = [whole.answers([prompt], 110)[0] for prompt in PROMPTS]
+    ran = []
+    for swap in (0, 2**24):
+        folder = tmp_path if in_file and swap else None
+        options = {"swap_space": swap, "swap_path": folder}
+        with opened(path, kv_cache_memory_bytes=few_bytes(path), **options) as few:
+            assert few.answers(PROMPTS, 110) == alone
+            assert few.llm.get_metrics()["num_preemptions"] > 0
+            ran.append(few.tokens)
+            metrics = few.llm.get_metrics()
+    assert metrics["swapped_in"] > 0 and metrics["swap_failed"] == 0
+    least = sum(len(prompt) + 109 for prompt in PROMPTS)
+    assert least <= ran[1] < ran[0]
+
+
 def other_prompts(work: Work) -> list[list[int]]:
     return work.answers(PROMPTS, 60)
 

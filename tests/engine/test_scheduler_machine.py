@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         short=st.sampled_from([1, 3, 64]),
         eviction=st.sampled_from(["lru", "cost"]),
         eos=st.sampled_from([False, False, True]),
-        swap=st.sampled_from([0, 1, 3, 40]),
+        swap=st.sampled_from([0, 1, 3, 40, 300]),
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
         in_flight=st.sampled_from([1, 1, 2, 3]),
         min_concurrent_tokens=st.sampled_from([0, 1, 4]),
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         options = {}
         if groups:
-            swap, bits = 0, (16,)
+            bits = (16,)
             options = self.group_options(pages, page_size, windows, slot_bytes, memory, chunked)
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
         self.rig = self.rig_class(
@@ -145,7 +145,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             slots = 2 * (MOST_DRAFTS + 2)
             needed += slot_bytes * slots
         extra = 30
+        parts = [2, *(1 + nbytes % 3 for _, nbytes in windows)]
         return {
+            "swap_parts": (*parts, 3) if slots else tuple(parts) if windows else (1,),
             "windows": tuple(WindowGroup(one[0], one[1], one[2] + 1 + extra) for one in groups),
             "states": StateSlots(slot_bytes, slots + 1 + extra, MOST_DRAFTS) if slots else None,
             "page_bytes": 100,

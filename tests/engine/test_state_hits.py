@@ -137,6 +137,70 @@ def test_agents_that_branch_from_one_context_compute_one_token_each(make: Any) -
     r.assert_answers()
 
 
+@pytest.mark.parametrize("length", [291, 292])  # the context ends in a page, and with one
+def test_four_levels_of_branches_compute_one_token_for_each_branch(make: Any, length: int) -> None:
+    r = make()
+    leaves = [list(answer(r, "root", text(length)).token_ids)]
+    for level in range(4):
+        names = [f"{level} {leaf} {branch}" for leaf in range(len(leaves)) for branch in range(2)]
+        costs = []
+        for index, name in enumerate(names):
+            prompt = [*leaves[index // 2], *text(20, 500 + 40 * level + index)]
+            costs.append(repeated(r, lambda: answer(r, name, prompt, max_tokens=29)))  # noqa: B023
+        # the last token of an answer runs in each branch, which for one of the two is not again
+        assert costs == [0, 1] * len(leaves)
+        leaves = [list(r.requests[name].token_ids) for name in names][:4]
+    r.assert_answers()
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("cut", [201, 208, 209])  # in a page, and at its end
+def test_branches_off_the_middle_of_a_context_compute_it_once(
+    make: Any, cut: int, together: bool
+) -> None:
+    """No state was saved there: the first branch runs the context again, and saves it for the
+    others, also for those that came at the same time."""
+    r = make()
+    context = list(answer(r, "context", text(300)).token_ids)
+    costs = []
+    for branch in range(4):
+        r.add(f"{branch}", [*context[:cut], *text(20, 70 + branch)], max_tokens=25)
+        if not together:
+            costs.append(repeated(r, r.run))
+    if together:
+        assert repeated(r, r.run) <= cut + 3 * PAGE
+    else:
+        assert costs[0] <= cut and max(costs[1:]) <= PAGE
+    r.assert_answers()
+
+
+@pytest.mark.parametrize("slots", [24, 28])
+def test_new_answers_are_continued_though_old_conversations_fill_the_memory(
+    rig: Any, slots: int
+) -> None:
+    """The end of an answer saves little more than a page, counted from the state before it, and the
+    prompts of older conversations save more: the end is what the next request needs."""
+    r = rig(
+        page_size=PAGE,
+        num_pages=400,
+        max_model_len=2000,
+        page_bytes=100,
+        states=StateSlots(16_000, slots),
+    )
+    for old in range(8):
+        answer(r, f"old {old}", text(140, 100 + old))
+    branches = [list(answer(r, "root", text(128), max_tokens=24).token_ids)] * 3
+    for step in range(3):
+        costs = []
+        for number, branch in enumerate(branches):
+            prompt, name = [*branch, *text(16, 300 + 10 * step + number)], f"{step} {number}"
+            costs.append(repeated(r, lambda: answer(r, name, prompt, max_tokens=24)))  # noqa: B023
+        assert costs == ([0, 1, 1] if not step else [0, 0, 0])
+        branches = [list(r.requests[f"{step} {number}"].token_ids) for number in range(3)]
+    assert r.scheduler.groups.states.evictions
+    r.assert_answers()
+
+
 def test_a_text_without_the_end_of_an_answer_computes_at_most_two_pages(make: Any) -> None:
     """A stop string was cut off: the end of the turn is not what the next request begins with."""
     r = make()

@@ -31,11 +31,11 @@ def test_copies_come_in_the_order_they_must_be_made() -> None:
     copies: list[Copy] = []
     swap, (first, second) = SwapSpace(1, copies), _chain(2)
     swap.store(7, first)
-    held = swap.hold([first])
-    swap.load(held[first], 3)
+    held = swap.hold([(first, 0)])
+    swap.load(held[first, 0], 3)
     swap.put_back(held)
     swap.store(9, second)  # takes the slot that was read before
-    assert copies == [Swap(7, 0, True), Swap(3, 0, False), Swap(9, 0, True)]
+    assert copies == [Swap(7, (0,), True), Swap(3, (0,), False), Swap(9, (0,), True)]
     assert swap.match([first]) == 0 and swap.match([second]) == 1
     swap.check()
 
@@ -45,7 +45,7 @@ def test_a_prefix_loses_its_end_first_and_what_was_read_stays_longest() -> None:
     _stored(swap, keys[:4])
     swap.store(9, keys[4])
     assert swap.match(keys) == 3  # the fourth made room
-    swap.put_back(swap.hold(keys[:2]))
+    swap.put_back(swap.hold([(key, 0) for key in keys[:2]]))
     swap.store(8, keys[5])
     assert swap.match(keys) == 2
     swap.check()
@@ -54,7 +54,7 @@ def test_a_prefix_loses_its_end_first_and_what_was_read_stays_longest() -> None:
 def test_what_is_being_read_is_not_overwritten() -> None:
     swap, keys = SwapSpace(2, []), _chain(4)
     _stored(swap, keys[:2])
-    held = swap.hold(keys[:2])
+    held = swap.hold([(key, 0) for key in keys[:2]])
     swap.store(5, keys[2])  # no slot for it
     swap.put_back(held)
     assert swap.match(keys) == 2 and swap.stored == 2
@@ -64,7 +64,7 @@ def test_what_is_being_read_is_not_overwritten() -> None:
 def test_a_page_that_is_stored_again_while_it_is_read_keeps_one_slot() -> None:
     swap, keys = SwapSpace(3, []), _chain(1)
     swap.store(5, keys[0])
-    held = swap.hold(keys)
+    held = swap.hold([(keys[0], 0)])
     swap.store(6, keys[0])
     swap.put_back(held)
     assert swap.num_used == 1
@@ -75,7 +75,7 @@ def test_slots_whose_copy_is_not_certain_are_forgotten() -> None:
     copies: list[Copy] = []
     swap, keys = SwapSpace(3, copies), _chain(3)
     _stored(swap, keys)
-    swap.forget([copies[0].slot])  # of the end
+    swap.forget(copies[0].slots)  # of the end
     assert swap.match(keys) == 2
     swap.drop(keys[0].digest)
     assert swap.match(keys) == 0 and swap.num_used == 1
@@ -115,15 +115,15 @@ def test_slots_of_all_levels_hold_what_was_written_last_and_little_is_lost(
             swap.store(page_id(depth, 1), key)
             assert len(copies) == better
             for copy in copies:
-                assert page_tier(copy.slot)[0] == depth
-                memory |= dict.fromkeys(_parts(copy.slot), (number, depth))
+                assert page_tier(copy.slots[0])[0] == depth
+                memory |= dict.fromkeys(_parts(copy.slots[0]), (number, depth))
             most = 1 << TIERS - 1 - depth
             assert sum(swap.counts()) >= before - known - most + 1
             assert swap.match([key], depth) == 1 and swap.match([key], -1) == 0
         elif event == "h" and known:
-            held = swap.hold([key])
-            depth, _ = page_tier(held[key])
-            assert {memory[part] for part in _parts(held[key])} == {(number, depth)}
+            held = swap.hold([(key, 0)])
+            depth, _ = page_tier(held[key, 0][0])
+            assert {memory[part] for part in _parts(held[key, 0][0])} == {(number, depth)}
             swap.put_back(held)
         elif event == "d":
             swap.drop(key.digest)

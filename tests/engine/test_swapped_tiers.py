@@ -36,7 +36,7 @@ def test_a_page_that_goes_down_and_out_in_one_plan_is_read_where_it_is_by_then(r
     out = [copy for copy in copies if isinstance(copy, Swap)]
     assert len(out) == 2 and all(copy.out for copy in out)
     for swap in out:
-        assert page_tier(swap.page)[0] == page_tier(swap.slot)[0] == 2
+        assert page_tier(swap.page)[0] == page_tier(swap.slots[0])[0] == 2
         before = copies[: copies.index(swap)]
         assert any(isinstance(copy, Move) and copy.target == swap.page for copy in before)
     assert r.scheduler.prefixes.swap.num_used == 1  # two quarters of one slot
@@ -145,7 +145,7 @@ def test_a_step_that_was_interrupted_leaves_nothing_that_is_not_known(rig, heard
         r.runner.execute(plan)
     r.scheduler.rollback()
     r.scheduler.check()
-    written = {copy.slot for copy in plan.copies if isinstance(copy, Swap) and copy.out}
+    written = {copy.slots[0] for copy in plan.copies if isinstance(copy, Swap) and copy.out}
     swap = r.scheduler.prefixes.swap
     assert not written & {slot for _, slot in swap._known.values()}
     r.run()

@@ -255,12 +255,12 @@ def test_pages_of_any_level_swap_bit_for_bit_and_touch_no_other(tmp_path: Path, 
         page_id(1, 2): page_id(1, 1),
         page_id(2, 13): page_id(2, 1),
     }
-    cache.copy([Swap(page, slot, out=True) for page, slot in slots.items()], ops)
+    cache.copy([Swap(page, (slot,), out=True) for page, slot in slots.items()], ops)
     assert torch.equal(memory, before)
     memory[[5, 1, 3]] = 0
     back = page_id(0, 1), page_id(1, 5), page_id(2, 15)
     pairs = zip(back, slots.values(), strict=True)
-    cache.copy([Swap(page, slot, out=False) for page, slot in pairs], ops)
+    cache.copy([Swap(page, (slot,), out=False) for page, slot in pairs], ops)
     expected = before.clone()
     expected[[5, 1, 3]] = 0
     expected[1] = before[5]

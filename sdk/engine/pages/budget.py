@@ -88,6 +88,15 @@ class Budget:
             missing = max(missing, -free)
         return missing
 
+    def missing_unused(self, needs: Sequence[int]) -> int:
+        """How many bytes are missing if each kind needs so many places without content; negative:
+        more than enough are there."""
+        missing = -self._free
+        for kind, need in zip(self._kinds, needs, strict=True):
+            lacking = need - kind.num_unused
+            missing += min(lacking, kind.num_withheld) * kind.unit_bytes
+        return missing
+
     def obtain(self, needs: Sequence[int]) -> bool:
         """See to it that each kind has so many spare places. All or nothing."""
         if self.missing(needs):
@@ -156,9 +165,8 @@ class Budget:
             for other, kind in enumerate(self._kinds):
                 if other == index or not kind.unit_bytes:
                     continue
-                left = kind.num_spare - max(needs[other], 0)
-                if not cached:
-                    left = min(left, kind.num_unused)
+                places = kind.num_spare if cached else kind.num_unused
+                left = places - max(needs[other], 0)
                 excess = self._excess(other)
                 if cached and not below:
                     left = min(left, int(excess / kind.unit_bytes))

@@ -66,6 +66,7 @@ class ElasticPages:
             spare = max(self._spare_pages(groups.most_pages(1, pinned)), 0)
             nbytes = min(nbytes, spare * page_bytes)
         given = groups.budget.shrink(nbytes)
+        run_copies(self._scheduler, self._executor)  # of what goes to the swap space
         for region, places in enumerate(groups.take_vacated().places):  # no plan is in flight
             self._executor.on_ranks(_vacate_region, list(places), region)
         return given

@@ -70,10 +70,13 @@ class FramePool:
         self.evictions = 0
         #: Called with a number of missing frames before an idle one is evicted.
         self.on_shortage: Callable[[int], None] | None = None
+        #: Called with an idle frame and its page before the frame is evicted.
+        self.on_evict: Callable[[int, int], None] | None = None
         self._page_size = page_size
         self._withheld = list(range(group.num_frames - 1, 0, -1))
         self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently held first
+        self._passed: set[int] = set()  # idle ones where other requests rarely begin
         self._holders = [0] * group.num_frames
         self._pages = [0] * group.num_frames  # by frame: the page it is attached to
         self._frames = [0] * num_pages  # by page: the frame attached to it
@@ -164,8 +167,12 @@ class FramePool:
     def hold(self, frame: int) -> None:
         """One more holder of an attached frame, besides those in ``Held``."""
         if not self._holders[frame]:
-            del self._idle[frame]
+            self._leave_idle(frame)
         self._holders[frame] += 1
+
+    def _leave_idle(self, frame: int) -> None:
+        del self._idle[frame]
+        self._passed.discard(frame)
 
     def drop(self, frames: Iterable[int]) -> None:
         """These frames have one holder less; the last of them becomes idle last."""
@@ -178,11 +185,25 @@ class FramePool:
                     self._free.append(frame)
 
     def share(self, held: Held, frames: Iterable[int]) -> None:
-        """A sequence also holds these, which are attached to the next pages of its table."""
+        """A sequence also holds these, which are attached to the next pages of its table; 0: it
+        gets one of its own by :meth:`fill`."""
         for frame in frames:
-            self.hold(frame)
+            if frame:
+                self.hold(frame)
             held.frames.append(frame)
         self.claimed += max(len(held.frames) - held.claim, 0)
+
+    def fill(self, held: Held) -> list[tuple[int, int]]:
+        """Take the frames that are missing after :meth:`share`: pages of the table with theirs."""
+        missing = [index for index, frame in enumerate(held.frames) if not frame]
+        found = self._take(len(missing))
+        for index, frame in zip(missing, found, strict=True):
+            held.frames[index] = frame
+        return [(held.first + index, held.frames[index]) for index in missing]
+
+    def is_passed(self, frame: int) -> bool:
+        """Whether the window has left an idle frame where other requests rarely begin."""
+        return frame in self._passed
 
     def leave(self, held: Held, num_tokens: int, num_prompt_tokens: int) -> None:
         """Give back what the tokens after ``num_tokens`` do not see.
@@ -200,6 +221,7 @@ class FramePool:
                 self.drop((frame,))
                 if page not in seen and frame in self._idle:
                     self._idle.move_to_end(frame, last=False)
+                    self._passed.add(frame)
             self.claimed -= max(before - held.claim, 0) - max(before - count - held.claim, 0)
         held.first += max(count, 0)
 
@@ -213,17 +235,22 @@ class FramePool:
         count = num_pages - held.end
         if count <= 0:
             return ()
-        if count > len(self._free) and self.on_shortage is not None:
-            self.on_shortage(count - len(self._free))
-        before, new = len(held.frames), []
-        for _ in range(count):
-            frame = self._free.pop() if self._free else self._evict()
-            self._holders[frame] = 1
-            new.append(frame)
+        before, new = len(held.frames), self._take(count)
         held.frames += new
         after = before + count
         self.claimed += max(after - held.claim, 0) - max(before - held.claim, 0)
         return tuple(new)
+
+    def _take(self, count: int) -> list[int]:
+        """Frames for one holder."""
+        if count > len(self._free) and self.on_shortage is not None:
+            self.on_shortage(count - len(self._free))
+        new = []
+        for _ in range(count):
+            frame = self._free.pop() if self._free else self._evict()
+            self._holders[frame] = 1
+            new.append(frame)
+        return new
 
     def release(self, held: Held) -> None:
         """A sequence ends or is preempted."""
@@ -246,7 +273,7 @@ class FramePool:
         if frame:
             self._frames[page] = self._pages[frame] = 0
             if not self._holders[frame]:
-                del self._idle[frame]
+                self._leave_idle(frame)
                 self._free.append(frame)
 
     def detach_all(self) -> None:
@@ -255,7 +282,10 @@ class FramePool:
             self.detach(page)
 
     def _evict(self) -> int:
-        frame, _ = self._idle.popitem(last=False)
+        frame = next(iter(self._idle))
+        if self.on_evict is not None:
+            self.on_evict(frame, self._pages[frame])
+        self._leave_idle(frame)
         self._frames[self._pages[frame]] = self._pages[frame] = 0
         self.evictions += 1
         return frame
@@ -279,6 +309,7 @@ class FramePool:
         total = sum(map(len, sets))
         assert total == self.num_frames - 1 == len(set().union(*sets) - {0}), "a frame was lost"
         assert len(free) == len(self._free), "a frame is free twice"
+        assert self._passed <= idle, "a frame that was passed is not idle"
         assert self.capacity + len(withheld) == self.num_frames - 1, "capacity is wrong"
         attached = {frame: page for frame, page in enumerate(self._pages) if page}
         assert idle <= attached.keys() <= idle | used, "an idle frame is of no page"

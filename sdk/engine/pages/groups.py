@@ -14,6 +14,7 @@ from sdk.engine.pages.frames import FramePool, Held
 from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.pages.state_saves import StateSaves
 from sdk.engine.pages.states import StatePool, StateSnapshot
+from sdk.engine.pages.swap import Holds, SwapSpace
 from sdk.engine.plan import Duplicate, Frames, StepPlan, StepRow
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -25,11 +26,22 @@ _SHARE_OF_STATES = 0.5
 
 class Hit(NamedTuple):
     """The longest known prefix that all groups can serve: its full pages, the frames that the next
-    token sees (by group, of the last pages), and the snapshot of its last token."""
+    token sees (by group, of the last pages), and the snapshot of its last token.
+
+    From the swap space come: frames that are 0, the state of ``state``, and the page after the full
+    ones if there is a ``tail``.
+    """
 
     num_pages: int
     frames: tuple[tuple[int, ...], ...] = ()
     snapshot: StateSnapshot | None = None
+    state: PageKey | None = None
+    tail: PageKey | None = None
+
+    @property
+    def end(self) -> int:
+        """The page after the last one with a frame."""
+        return self.num_pages + (self.tail is not None)
 
 
 NO_HIT = Hit(0)
@@ -76,8 +88,8 @@ class Groups:
         self.frames = [FramePool(group, size, pool.num_pages) for group in config.windows]
         self.states = None if config.states is None else StatePool(config.states)
         states = [] if self.states is None else [self.states]
-        kinds: list[Places] = [pool, *self.frames, *states]
-        self.budget = Budget(config.cache_bytes, kinds, self._shares())
+        self._kinds: list[Places] = [pool, *self.frames, *states]
+        self.budget = Budget(config.cache_bytes, self._kinds, self._shares())
         for pages in self.frames:
             pages.on_shortage = partial(self._obtain_unused, pages)
         if self.states is not None:
@@ -85,10 +97,97 @@ class Groups:
         pool.on_need = self._obtain_pages
         pool.on_forget = self._forget
         pool.on_resize = self._resize
+        #: ``None``: what is evicted is lost.
+        self.swap: SwapSpace | None = None
         #: For the next plan: frames of running sequences.
         self._new_frames: list[tuple[str, Frames]] = []
         self._started: set[str] = set()  # sequences that the next plan starts
         self.saves = None if self.states is None else StateSaves(self.states, pool, config)
+
+    # Swap space
+
+    @property
+    def _state_region(self) -> int:
+        """See ``Swap.region``."""
+        return 1 + len(self.frames)
+
+    def use_swap(self, swap: SwapSpace) -> None:
+        """Frames and states go to the swap space when they are evicted."""
+        self.swap = swap
+        for group, pool in enumerate(self.frames):
+            pool.on_evict = partial(self._swap_frame, pool, 1 + group)
+        if self.states is not None:
+            self.states.on_evict = self._swap_state
+
+    def swap_out(self, page: int, key: PageKey) -> None:
+        """A page is about to be evicted: store what belongs to it."""
+        for group, pool in enumerate(self.frames):
+            [frame] = pool.frames_of((page,))
+            if frame:
+                self._swap_frame(pool, 1 + group, frame, page)
+        if self.states is not None and (snapshot := self.states.of(page)) is not None:
+            self._swap_state(snapshot)
+
+    def _swap_frame(self, pool: FramePool, region: int, frame: int, page: int) -> None:
+        key = self._pool.key(page)
+        if self.swap is not None and key is not None and not pool.is_passed(frame):
+            self.swap.store(frame, key, region)
+
+    def _swap_state(self, snapshot: StateSnapshot) -> None:
+        key = self._pool.key(snapshot.page)
+        if self.swap is not None and key is not None:
+            self.swap.store(snapshot.slot, key, self._state_region)
+
+    def _swapped(self, key: PageKey, region: int) -> bool:
+        return self.swap is not None and self.swap.has(key, region)
+
+    def swapped_state(self, key: PageKey) -> bool:
+        """Whether the swap space has the state after a page or a tail."""
+        return self._swapped(key, self._state_region)
+
+    def places_of(self, hit: Hit, keys: Sequence[PageKey]) -> list[tuple[PageKey, int]]:
+        """What a hit needs of the swap space besides pages: keys and regions. ``keys``: those of
+        the sequence."""
+        found: list[tuple[PageKey, int]] = []
+        for group, frames in enumerate(hit.frames):
+            for index, frame in enumerate(frames, hit.end - len(frames)):
+                if not frame:
+                    found.append((self._key_at(hit, keys, index), 1 + group))
+        if hit.state is not None:
+            found.append((hit.state, self._state_region))
+        return found
+
+    @staticmethod
+    def _key_at(hit: Hit, keys: Sequence[PageKey], index: int) -> PageKey:
+        return hit.tail if hit.tail is not None and index == hit.num_pages else keys[index]
+
+    def _load(self, sequence: Request, hit: Hit, held: Holds) -> None:
+        """Copy what a sequence needs from the swap space into its frames and its slot."""
+        swap = self.swap
+        for group, (pool, own) in enumerate(zip(self.frames, sequence.windows, strict=True), 1):
+            for index, frame in pool.fill(own):
+                assert swap is not None
+                swap.load(held[self._key_at(hit, sequence.keys, index), group], frame, group)
+        if hit.state is not None:
+            assert swap is not None and sequence.state is not None
+            slot = sequence.state.initial = sequence.state.slots[0]
+            swap.load(held[hit.state, self._state_region], slot, self._state_region)
+
+    def attach_loaded(self, sequence: Request, hit: Hit) -> None:
+        """The pages of a sequence that starts are known: the frames that it loads belong to them,
+        as soon as they are copied."""
+        for pool, held, frames in zip(self.frames, sequence.windows, hit.frames, strict=True):
+            for index, frame in enumerate(frames, hit.end - len(frames)):
+                if not frame and index < hit.num_pages:
+                    page = sequence.pages[index]
+                    if self._pool.key(page) is not None:
+                        self._pool.unconfirmed.add(page)
+                        pool.attach(page, held.frame(index))
+        if hit.state is not None and self.states is not None and sequence.state is not None:
+            known = sequence.pages[: hit.num_pages]
+            sequence.state.last = self._last_snapshot(self.states, known)
+
+    # Memory
 
     def _shares(self) -> list[float]:
         """The shares of the kinds in the budget: as a sequence of full length needs pages and
@@ -104,10 +203,27 @@ class Groups:
 
     def _obtain_pages(self, count: int) -> None:
         """The pool needs this many spare pages."""
-        self.budget.obtain(self._needs(count))
+        self._obtain(self._needs(count))
+
+    def _obtain(self, needs: Sequence[int]) -> bool:
+        """:meth:`Budget.obtain`, but memory that nobody uses comes before content."""
+        self._borrow(needs)
+        return self.budget.obtain(needs)
 
     def _obtain_unused(self, kind: Places, count: int) -> None:
-        self.budget.obtain_unused(kind, kind.num_unused + count)
+        """``kind`` lacks this many places without content: take memory that nobody uses."""
+        needs = [kind.num_unused + count if one is kind else 0 for one in self._kinds]
+        self._borrow(needs)
+        self.budget.obtain_unused(kind, max(needs))
+
+    def _borrow(self, needs: Sequence[int]) -> None:
+        """Take from a memory pool what is missing so that each kind may have so many places without
+        content, as cached pages do: it is granted as pages, for all kinds."""
+        pool = self._pool
+        if pool.on_shortage is not None and pool.unit_bytes:
+            missing = self.budget.missing_unused(needs)
+            if missing > 0:
+                pool.on_shortage(-(-missing // pool.unit_bytes), False)
 
     def _needs(self, pages: int = 0, slots: int = 0) -> list[int]:
         needs = [pages] + [0] * len(self.frames)
@@ -129,22 +245,60 @@ class Groups:
 
     # Prefixes
 
-    def serves(self, pages: Sequence[int], num_tokens: int) -> int:
+    def serves(
+        self,
+        pages: Sequence[int],
+        num_tokens: int,
+        swapped: Sequence[PageKey] | None = None,
+    ) -> int:
         """-1 if every window group has the frames that the token after ``num_tokens`` sees among
         those of ``pages``; else the last page without one: no boundary after it that sees it can
-        be served."""
+        be served. ``swapped``: the pages after them, which are in the swap space, where frames of
+        all of them may be too."""
         found = -1
-        for pool in self.frames:
+        for group, pool in enumerate(self.frames, 1):
             first = pool.first_seen(num_tokens)
-            found = max(found, pool.last_without(pages, first, len(pages)))
+            if self.swap is None or swapped is None:
+                found = max(found, pool.last_without(pages, first, len(pages)))
+                continue
+            end = len(pages) + len(swapped)
+            for index in range(end - 1, max(first, found + 1) - 1, -1):
+                if not self._has_frame(pool, group, pages, swapped, index):
+                    found = index
+                    break
         return found
 
-    def hit(self, pages: Sequence[int], num_tokens: int, snapshot: StateSnapshot | None) -> Hit:
-        """The prefix of so many tokens, which all groups serve: ``pages``, perhaps and a tail."""
-        frames = tuple(
-            tuple(pool.frames_of(pages[pool.first_seen(num_tokens) :])) for pool in self.frames
-        )
-        return Hit(len(pages), frames, snapshot)
+    def _has_frame(
+        self,
+        pool: FramePool,
+        group: int,
+        pages: Sequence[int],
+        swapped: Sequence[PageKey],
+        index: int,
+    ) -> bool:
+        if index >= len(pages):
+            return self._swapped(swapped[index - len(pages)], group)
+        key = self._pool.key(pages[index])
+        attached = any(pool.frames_of(pages[index : index + 1]))
+        return attached or (key is not None and self._swapped(key, group))
+
+    def hit(
+        self,
+        pages: Sequence[int],
+        num_tokens: int,
+        snapshot: StateSnapshot | None,
+        num_swapped: int = 0,
+        state: PageKey | None = None,
+        tail: PageKey | None = None,
+    ) -> Hit:
+        """The prefix of so many tokens, which all groups serve: ``pages``, then others from the
+        swap space, perhaps and a tail; see :class:`Hit`."""
+        num_rest, frames = num_swapped + (tail is not None), []
+        for pool in self.frames:
+            first = pool.first_seen(num_tokens)
+            rest = (0,) * (num_rest - max(first - len(pages), 0))
+            frames.append((*pool.frames_of(pages[first:]), *rest))
+        return Hit(len(pages) + num_swapped, tuple(frames), snapshot, state, tail)
 
     def longest(self, pages: Sequence[int]) -> Hit:
         """The longest prefix of known ``pages`` that all groups serve; without tails."""
@@ -228,10 +382,16 @@ class Groups:
         return least
 
     def begin(
-        self, request: Request, hits: Sequence[Hit], sources: Sequence[Sequence[int]], pages: int
+        self,
+        request: Request,
+        hits: Sequence[Hit],
+        sources: Sequence[Sequence[int]],
+        pages: int,
+        held_slots: Holds,
     ) -> None:
         """Give each sequence of a request what it holds besides pages. It is known not to be
-        missing; ``pages``: that many spare pages are needed too."""
+        missing; ``pages``: that many spare pages are needed too. ``held_slots``: of the swap
+        space, those that the hits need."""
         for one in sources:
             for pool, frame in zip(self.frames, one, strict=True):
                 pool.hold(frame)
@@ -239,12 +399,14 @@ class Groups:
         for sequence, hit in zip(request.sequences, hits, strict=True):
             sequence.windows = []
             tokens = hit.num_pages * self._config.page_size
+            if hit.tail is not None:
+                tokens += len(hit.tail.token_ids)
             if hit.snapshot is not None:
                 tokens = hit.snapshot.num_tokens
             for pool, claim, frames in zip(
                 self.frames, self._claims(sequence), hit.frames, strict=True
             ):
-                held = Held(claim, hit.num_pages - len(frames))
+                held = Held(claim, hit.end - len(frames))
                 sequence.windows.append(held)
                 pool.claim(held)
                 pool.share(held, frames)
@@ -252,11 +414,12 @@ class Groups:
                 self.saves.read(sequence, hit.snapshot, tokens)
             self._started.add(sequence.request_id)
         slots = 0 if self.states is None else self.states.num_working * len(hits)
-        obtained = self.budget.obtain(self._needs(pages, slots))
+        obtained = self._obtain(self._needs(pages, slots))
         assert obtained, "memory for frames or slots is missing"
-        if self.saves is not None:
-            for sequence in request.sequences:
+        for sequence, hit in zip(request.sequences, hits, strict=True):
+            if self.saves is not None:
                 self.saves.begin(sequence)
+            self._load(sequence, hit, held_slots)
 
     def copy_tail(self, sequence: Request, sources: Sequence[int], index: int) -> None:
         """Copy the frames of a tail into new ones for page ``index`` of a sequence."""
@@ -363,7 +526,7 @@ class Groups:
             if lacking > 0:
                 needs = self._needs()
                 needs[1 + group] = lacking
-                obtained = self.budget.obtain(needs)
+                obtained = self._obtain(needs)
                 assert obtained, "frames for a prompt are missing"
             first = held.end
             frames = pool.grow(held, num_pages)
@@ -416,7 +579,7 @@ class Groups:
         for index, pool in enumerate(self.frames):
             found.append(Held(0, pool.first_seen(tokens)))
             needs[1 + index] = num_pages - found[-1].first
-        if not self.budget.obtain(needs):
+        if not self._obtain(needs):
             return None
         for pool, held in zip(self.frames, found, strict=True):
             pool.grow(held, num_pages)

@@ -106,7 +106,7 @@ class PagePool:
         self.on_resize: Callable[[int], None] | None = None
         #: Called when a page is not known any more; ``None``: no page is.
         self.on_forget: Callable[[int | None], None] | None = None
-        #: Called with the location and the key of a cached page before it is evicted.
+        #: Called with a cached page, which may be a tail, and its key before it is evicted.
         self.on_evict: Callable[[int, PageKey], None] | None = None
         #: Called when a page becomes known (True) or unknown (False); ``None``: all became unknown.
         self.on_known: Callable[[PageKey | None, bool], None] | None = None
@@ -280,9 +280,8 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
-        whole = key is not None and len(key.token_ids) == self.page_size
-        if self.on_evict is not None and key is not None and whole:
-            self.on_evict(self.location(page), key)
+        if self.on_evict is not None and key is not None:
+            self.on_evict(page, key)
         self._forget(page)
         self.evictions += 1
         return page

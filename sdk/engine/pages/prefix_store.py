@@ -272,6 +272,7 @@ class PrefixStore:
         written = groups.begin_writing(len(pages))
         if written is None:
             return False
+        run_copies(self._scheduler, self._executor)  # of what was there before
         known: list[int] = []
         try:
             for layer, held in enumerate(stored.layers):

@@ -13,12 +13,13 @@ an accepted request less than it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from sdk.engine.pages.groups import NO_HIT, Groups, Hit, Pinned
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
 from sdk.engine.pages.state_saves import StateSaves, mark
-from sdk.engine.pages.swap import SwapSpace
+from sdk.engine.pages.swap import Holds, SwapSpace
 from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
 from sdk.engine.plan import Copy, Duplicate, Swap
@@ -42,7 +43,10 @@ class Prefix(NamedTuple):
 
     def num_tokens(self, page_size: int) -> int:
         """Tokens that need not be computed."""
-        return self.num_pages * page_size + (0 if self.tail is None else self.tail.num_tokens)
+        found = self.num_pages * page_size
+        if self.hit.tail is not None:
+            found += len(self.hit.tail.token_ids)
+        return found + (0 if self.tail is None else self.tail.num_tokens)
 
 
 class Prefixes:
@@ -55,6 +59,7 @@ class Prefixes:
         num_swap_pages: int = 0,
         tiered: TieredPagePool | None = None,
         groups: Groups | None = None,
+        swap_parts: Sequence[int] = (1,),
     ) -> None:
         self.pool = pool
         #: ``None``: pages contain all that there is of their tokens.
@@ -63,7 +68,7 @@ class Prefixes:
         self.has_states = groups is not None and groups.states is not None
         self._tiered = tiered  # the pool, if it has tiers
         num_tiers = 1 if tiered is None else len(tiered.bits)
-        self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers)
+        self.swap = SwapSpace(num_swap_pages, pool.copies, num_tiers, swap_parts, pool.page_size)
         self.pending: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.tails = Tails(pool)
         self.restored = 0  # pages written from snapshots
@@ -74,7 +79,16 @@ class Prefixes:
         if groups is not None and groups.states is not None:
             self.tails.most_kept = groups.states.num_slots
         if num_swap_pages:
-            pool.on_evict = self.swap.store
+            pool.on_evict = self._swap_out
+            if groups is not None:
+                groups.use_swap(self.swap)
+
+    def _swap_out(self, page: int, key: PageKey) -> None:
+        """A cached page is about to be evicted. Tails are stored for the states after them."""
+        if self.has_states or len(key.token_ids) == self.pool.page_size:
+            self.swap.store(self.pool.location(page), key)
+            if self.groups is not None:
+                self.groups.swap_out(page, key)
 
     def extend_keys(self, request: Request, num_pages: int) -> None:
         """Compute the keys of a request's first ``num_pages`` pages, all of them full."""
@@ -137,7 +151,7 @@ class Prefixes:
         size, num_tokens, saves = self.pool.page_size, request.num_tokens, groups.saves
         keys = request.keys[: (num_tokens - 1) // size]
         pages = self.pool.match(keys)
-        known = len(pages)
+        known = len(pages) + self.swap.match(keys[len(pages) :])
         if known < len(keys) and (writer := self.pending.get(keys[known].digest)) is not None:
             request.waits_for = keys[known].digest
             if saves is not None:
@@ -150,20 +164,22 @@ class Prefixes:
                 if marked in saves.pending:
                     request.waits_for = marked
                     return self._nothing()
-            if tails:
-                tail = self._tail_in_groups(request, groups, pages, index)
-                if tail is not None:
-                    snapshot = None if groups.states is None else groups.states.of(tail.page)
-                    hit = groups.hit(pages[:index], index * size + tail.num_tokens, snapshot)
-                    return Prefix(pages[:index], [], tail, hit, known)
-            snapshot = None
-            if index and groups.states is not None:
-                snapshot = groups.states.of(pages[index - 1])
-            if groups.states is None or snapshot is not None or not index:
-                missing = groups.serves(pages[:index], index * size)
+            some, swapped = pages[:index], keys[len(pages) : index]
+            if tails and (found := self._tail_in_groups(request, groups, some, swapped)):
+                return found._replace(num_known=known)
+            snapshot, has_state = None, groups.states is None or not index
+            state: PageKey | None = None
+            if groups.states is not None and index:
+                if index <= len(pages):
+                    snapshot = groups.states.of(pages[index - 1])
+                if snapshot is None and groups.swapped_state(keys[index - 1]):
+                    state = keys[index - 1]
+                has_state = snapshot is not None or state is not None
+            if has_state:
+                missing = groups.serves(some, index * size, swapped)
                 if missing < 0:
-                    hit = groups.hit(pages[:index], index * size, snapshot)
-                    return Prefix(pages[:index], [], None, hit, known)
+                    hit = groups.hit(some, index * size, snapshot, len(swapped), state)
+                    return Prefix(some, swapped, None, hit, known)
                 if groups.states is None:
                     index = missing + 1  # every boundary between sees the page without a frame
             index -= 1
@@ -212,12 +228,18 @@ class Prefixes:
                     self._save_branch(saves, writer, keys, known)
 
     def _tail_in_groups(
-        self, request: Request, groups: Groups, pages: list[int], index: int
-    ) -> Tail | None:
-        """The longest tail after ``index`` pages that all groups serve."""
-        size = self.pool.page_size
+        self,
+        request: Request,
+        groups: Groups,
+        pages: list[int],
+        swapped: Sequence[PageKey],
+    ) -> Prefix | None:
+        """The longest prefix that ends with a tail after these pages, and that all groups serve;
+        the tail is cached, or in the swap space."""
+        size, index = self.pool.page_size, len(pages) + len(swapped)
         parent = request.keys[index - 1].digest if index else self._root(request)
-        if not self.tails.any_after(parent):
+        stored = self.swap.tails_after(parent)
+        if not stored and not self.tails.any_after(parent):
             return None
         first = index * size
         token_ids = request.key_ids(first, min(first + size, request.num_tokens - 1))
@@ -229,9 +251,21 @@ class Prefixes:
                 return False
             if groups.tail_frames(tail.page, tail.writer, index) is None:
                 return False
-            return groups.serves(pages[:index], first + tail.num_tokens) < 0
+            return groups.serves(pages, first + tail.num_tokens, swapped) < 0
 
-        return self.tails.find(parent, token_ids, index, may_use)
+        tail = self.tails.find(parent, token_ids, index, may_use)
+        if tail is not None:
+            snapshot = None if groups.states is None else groups.states.of(tail.page)
+            hit = groups.hit(pages, first + tail.num_tokens, snapshot, len(swapped))
+            return Prefix(pages, list(swapped), tail, hit)
+        for key in stored:
+            count = len(key.token_ids)
+            if key.token_ids != tuple(token_ids[:count]) or not groups.swapped_state(key):
+                continue
+            if groups.serves(pages, first + count, [*swapped, key]) < 0:
+                hit = groups.hit(pages, first + count, None, len(swapped), key, key)
+                return Prefix(pages, list(swapped), None, hit)
+        return None
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a prompt that are cached, swapped out, or about to be cached.
@@ -269,12 +303,12 @@ class Prefixes:
         ]
         keys = [key for prefix in found for key in prefix.swapped]
         tiers = [self.swap.tier(key) for key in keys]
-        held = self.swap.hold(keys)
+        held = self.swap.hold(self._stored_places(request, found))
         hits = [page for prefix in found for page in prefix.pages]
         sources = [prefix.tail.page for prefix in found if prefix.tail is not None]
         hits += sources  # not evicted for the new pages
         if self.groups is not None:
-            pages = self._acquire_in_groups(request, found, hits, sum(num_new), spare)
+            pages = self._acquire_in_groups(request, found, hits, sum(num_new), spare, held)
         else:
             pages = pool.acquire(hits, sum(num_new), spare=spare, tiers=tiers)
         if pages is None:
@@ -286,10 +320,14 @@ class Prefixes:
             back, loaded = loaded[:count], loaded[count:]
             one.pages, new = prefix.pages + back + new[: num - count], new[num - count :]
             for key, page in zip(prefix.swapped, back, strict=True):
-                self.swap.load(held[key], pool.location(page))
+                self.swap.load(held[key, 0], pool.location(page))
                 pool.unconfirmed.add(page)
                 self._publish(page, key)
-            one.num_computed = prefix.num_pages * size
+            if (end := prefix.hit.tail) is not None:
+                self.swap.load(held[end, 0], one.pages[prefix.num_pages])
+            if self.groups is not None:
+                self.groups.attach_loaded(one, prefix.hit)
+            one.num_computed = prefix.num_tokens(size)
             one.num_published = prefix.num_pages
             one.publishes = pool.enable_prefix_caching
             if self.groups is not None and self.groups.saves is not None:
@@ -306,6 +344,19 @@ class Prefixes:
         if self.groups is not None:
             self.groups.drop_sources(self._tail_frames(self.groups, found))
         return 0
+
+    def _stored_places(
+        self, request: Request, found: Sequence[Prefix]
+    ) -> list[tuple[PageKey, int]]:
+        """What a request needs of the swap space: keys and regions."""
+        places: list[tuple[PageKey, int]] = []
+        for one, prefix in zip(request.sequences, found, strict=True):
+            places += [(key, 0) for key in prefix.swapped]
+            if prefix.hit.tail is not None:
+                places.append((prefix.hit.tail, 0))
+            if self.groups is not None:
+                places += self.groups.places_of(prefix.hit, one.keys)
+        return places
 
     def _tail_frames(self, groups: Groups, found: Sequence[Prefix]) -> list[list[int]]:
         """The frames of the tails found, by group."""
@@ -334,7 +385,13 @@ class Prefixes:
         return len(sequence.pages) if self.groups is None else self.groups.size_in_pages(sequence)
 
     def _acquire_in_groups(
-        self, request: Request, found: Sequence[Prefix], hits: list[int], num_new: int, spare: int
+        self,
+        request: Request,
+        found: Sequence[Prefix],
+        hits: list[int],
+        num_new: int,
+        spare: int,
+        held: Holds,
     ) -> list[int] | None:
         """The pages of a request, and frames and slots for it; ``None``: something is missing."""
         pool, groups = self.pool, self.groups
@@ -348,7 +405,7 @@ class Prefixes:
             return None
         pool.acquire(hits, 0)
         sources = self._tail_frames(groups, found)
-        groups.begin(request, [one.hit for one in found], sources, num_new + spare)
+        groups.begin(request, [one.hit for one in found], sources, num_new + spare, held)
         new = pool.acquire((), num_new, spare=spare)
         assert new is not None, "pages are missing"
         return hits + new
@@ -358,7 +415,6 @@ class Prefixes:
         pool, page = self.pool, sequence.pages[index]
         pool.copies.append(Duplicate(pool.location(tail.page), pool.location(page)))
         pool.unconfirmed.add(page)
-        sequence.num_computed += tail.num_tokens
         if (groups := self.groups) is not None:
             frames = groups.tail_frames(tail.page, tail.writer, index)
             assert frames is not None
@@ -457,7 +513,8 @@ class Prefixes:
 
     def undo(self, copies: Iterable[Copy]) -> None:
         """Forget the targets of the last plan's copies: it is unknown whether they were made."""
-        self.swap.forget(one.slot for one in copies if isinstance(one, Swap) and one.out)
+        outs = (one.slots for one in copies if isinstance(one, Swap) and one.out)
+        self.swap.forget(chain.from_iterable(outs))
         self.forget(self.pool.unconfirmed)
         self.pool.confirm_copies()
 

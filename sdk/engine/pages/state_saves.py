@@ -17,7 +17,13 @@ from bisect import insort
 from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PagePool
-from sdk.engine.pages.states import StatePool, StateSnapshot, WorkingState, living
+from sdk.engine.pages.states import (
+    USES_OF_END,
+    StatePool,
+    StateSnapshot,
+    WorkingState,
+    living,
+)
 from sdk.engine.plan import StateSave
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -160,8 +166,10 @@ class StateSaves:
             return
         last = living(state.last)
         if last is None or last.num_tokens < sequence.num_computed:
-            slot = state.slots.pop(state.current)
-            state.last = self._states.attach(page, slot, sequence.num_computed, last)
+            slot, tokens = state.slots.pop(state.current), sequence.num_computed
+            state.last = self._states.attach(page, slot, tokens, last, USES_OF_END)
+        else:
+            self._states.expect(last, USES_OF_END)
 
     def release(self, sequence: Request) -> None:
         """A sequence gives its slots back."""

@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 #: More uses than this do not count.
 _MOST_USES = 4
+#: The end of an answer counts as used so often from the start: the next turn goes on from there.
+#: What it saves is otherwise no more than the tokens since the last page boundary, so that of two
+#: answers the older one's prompt would stay and the newer one's end would go (docs/log/models.md).
+USES_OF_END = 3
 
 
 class StateSlots(NamedTuple):
@@ -70,11 +74,14 @@ def living(snapshot: StateSnapshot | None) -> StateSnapshot | None:
 
 
 class WorkingState:
-    """The state of one running sequence. ``slots[current]`` has it once the sequence ``has_run``;
-    before, the slot ``initial`` has it (-1: zeros), which is that of ``read``, a snapshot that is
-    held until then. ``save_at``: numbers of tokens after which a
+    """The state of one running sequence.
+
+    ``slots[current]`` has it once the sequence ``has_run``; before, the slot ``initial`` has it
+    (-1: zeros), which is that of ``read``, a snapshot that is held until then, or ``slots[0]``,
+    into which the state is copied from the swap space. ``save_at``: numbers of tokens after which a
     snapshot is taken, ``saving`` those in flight with their slots, ``last`` the last one taken or
-    read, ``rolling`` the last one of its answer."""
+    read, ``rolling`` the last one of its answer.
+    """
 
     __slots__ = (
         "current",
@@ -118,6 +125,8 @@ class StatePool:
         self.evictions = 0
         #: Called with a number of missing slots before a snapshot is evicted.
         self.on_shortage: Callable[[int], None] | None = None
+        #: Called with a snapshot before it is evicted.
+        self.on_evict: Callable[[StateSnapshot], None] | None = None
         self._withheld = list(range(slots.num_slots - 1, 0, -1))
         self._free: list[int] = []
         self._snapshots: dict[int, StateSnapshot] = {}  # by page
@@ -200,16 +209,24 @@ class StatePool:
         return self._snapshots.get(page)
 
     def attach(
-        self, page: int, slot: int, num_tokens: int, before: StateSnapshot | None
+        self,
+        page: int,
+        slot: int,
+        num_tokens: int,
+        before: StateSnapshot | None,
+        uses: int = 1,
     ) -> StateSnapshot:
         """``slot`` has the state after ``num_tokens`` tokens, the last of which is in a known page.
-        If the page has a snapshot already, that one stays. ``before``: an earlier one."""
+        If the page has a snapshot already, that one stays. ``before``: an earlier one. ``uses``:
+        as how many it counts."""
         found = self._snapshots.get(page)
         if found is not None:
             self._free.append(slot)
+            self.expect(found, uses)
             return found
         parent = living(before)
         snapshot = self._snapshots[page] = StateSnapshot(slot, page, num_tokens, parent)
+        snapshot.uses = uses
         if parent is not None:
             parent.children.add(snapshot)
         self._offer(snapshot)
@@ -217,7 +234,12 @@ class StatePool:
 
     def use(self, snapshot: StateSnapshot) -> None:
         """A request continues from it."""
-        snapshot.uses = min(snapshot.uses + 1, _MOST_USES)
+        self.expect(snapshot, min(snapshot.uses + 1, _MOST_USES))
+
+    def expect(self, snapshot: StateSnapshot, uses: int) -> None:
+        """It counts as used so often, if it was used less."""
+        if uses > snapshot.uses:
+            snapshot.uses = uses
         if snapshot.entry:
             self._withdraw(snapshot)
             self._offer(snapshot)
@@ -292,6 +314,8 @@ class StatePool:
         snapshot = self._first()
         assert snapshot is not None, "no slot is spare"
         self._clock = max(self._clock, snapshot.value)
+        if self.on_evict is not None:
+            self.on_evict(snapshot)
         self._withdraw(snapshot)
         self._unlink(snapshot)
         self.evictions += 1

@@ -13,6 +13,10 @@ an int4 page takes a quarter of a slot. It is swapped in to the same tier with t
 first tier would take four times the memory and restore nothing of what the page lost. Of two copies
 with the same key the one in the higher tier is kept.
 
+*Frames and states* have the key of the page whose tokens they belong to, and a region each. A slot
+is then a part of a place, and a place takes as many as its size needs (``places``), wherever they
+are. The last page of a sequence that is not full is kept too, because its state is.
+
 *Eviction.* The least recently stored or read page first, and a prefix's end before its beginning,
 because the end is useless without it. What is evicted is computed again when it is needed. If a
 page needs the memory of several smaller ones, the neighbours of the oldest are evicted with it: at
@@ -32,24 +36,42 @@ from sdk.kernels.kv_tiers import page_id, page_tier
 
 logger = logging.getLogger("sdk")
 
+#: The slots of one place, in the order of its bytes.
+Slots = tuple[int, ...]
+#: What is being read: slots by key and region.
+Holds = dict[tuple[PageKey, int], Slots]
+
 
 class SwapSpace:
-    """``num_slots`` slots and the pages in them. A slot has room for a page of the first tier, or
-    for several of lower ones. Slot ids are formed like page ids. ``copies``: the pool's list.
+    """``num_slots`` slots and what is in them. A slot has room for a page of the first tier, or for
+    several of lower ones. Slot ids are formed like page ids. ``copies``: the pool's list.
+    ``places``: how many slots a place of each region takes. A key with fewer than ``page_size``
+    tokens is that of a tail.
 
-    ``stored`` and ``loaded`` count pages copied out of and into the cache, ``failed`` those that
+    ``stored`` and ``loaded`` count pages copied out of and into the cache, ``failed`` slots that
     could not be written.
     """
 
-    def __init__(self, num_slots: int, copies: list[Copy], num_tiers: int = 1) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        copies: list[Copy],
+        num_tiers: int = 1,
+        places: Sequence[int] = (1,),
+        page_size: int = 0,
+    ) -> None:
         self.num_slots = num_slots
         self.stored = 0
         self.loaded = 0
         self.failed = 0
         self._copies = copies
+        self._places = tuple(places)
+        self._page_size = page_size
+        #: Stored tails by the digest of the page before them.
+        self._tails: dict[bytes, dict[bytes, PageKey]] = {}
         self._slabs = BuddyAllocator(range(num_slots), num_tiers)
-        # digest -> key and slot; least recently used first
-        self._known: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()
+        # digest and region -> key and slots; least recently used first
+        self._known: OrderedDict[tuple[bytes, int], tuple[PageKey, Slots]] = OrderedDict()
 
     @property
     def num_used(self) -> int:
@@ -58,74 +80,95 @@ class SwapSpace:
 
     def counts(self) -> list[int]:
         """Stored pages by tier."""
-        slots = list(self._known.values())  # in one call: a step may run in another thread
-        tiers = [page_tier(slot)[0] for _, slot in slots]
+        found = list(self._known.items())  # in one call: a step may run in another thread
+        tiers = [page_tier(slots[0])[0] for (_, region), (_, slots) in found if not region]
         return [tiers.count(tier) for tier in range(len(self._slabs.free))]
 
     def tier(self, key: PageKey) -> int:
         """The tier of a stored page."""
-        return page_tier(self._known[key.digest][1])[0]
+        return page_tier(self._known[key.digest, 0][1][0])[0]
 
     def match(self, keys: Sequence[PageKey], lowest_tier: int = 0) -> int:
         """How many of the first ``keys`` are stored, none below a tier. Changes nothing."""
         count = 0
         for key in keys:
-            found = self._known.get(key.digest)
-            if found is None or found[0] != key or page_tier(found[1])[0] > lowest_tier:
+            if not self.has(key) or self.tier(key) > lowest_tier:
                 break
             count += 1
         return count
 
-    def store(self, location: int, key: PageKey) -> None:
-        """Copy out the page at ``location``, which is about to be overwritten."""
+    def has(self, key: PageKey, region: int = 0) -> bool:
+        """Whether the page, or what belongs to it in another region, is stored."""
+        found = self._known.get((key.digest, region))
+        return found is not None and found[0] == key
+
+    def tails_after(self, parent: bytes) -> list[PageKey]:
+        """The stored tails of a page, the longest first."""
+        found = self._tails.get(parent, {}).values()
+        return sorted(found, key=lambda key: -len(key.token_ids))
+
+    def store(self, location: int, key: PageKey, region: int = 0) -> None:
+        """Copy out the place at ``location``, which is about to be overwritten."""
         tier, _ = page_tier(location)
-        if key.digest in self._known:
-            if self.tier(key) <= tier:
+        if (key.digest, region) in self._known:
+            if region or self.tier(key) <= tier:
                 return
-            self.drop(key.digest)
-        while not self._slabs.fits([0] * tier + [1]):
+            self._drop((key.digest, region))
+        count = self._places[region]
+        if count > self.num_slots:
+            return
+        while not self._slabs.fits([0] * tier + [count]):
             if not self._known:
                 return  # all slots are being read
             self._evict(tier)
-        slot = page_id(tier, self._slabs.allocate(tier))
-        self._known[key.digest] = key, slot
-        self._copies.append(Swap(location, slot, out=True))
-        self.stored += 1
+        slots = tuple(page_id(tier, self._slabs.allocate(tier)) for _ in range(count))
+        self._remember(key, region, slots)
+        self._copies.append(Swap(location, slots, out=True, region=region))
+        self.stored += not region
 
     def _evict(self, tier: int) -> None:
-        """Forget the oldest page, and its neighbours if a page of this tier is larger."""
-        oldest, (_, slot) = next(iter(self._known.items()))
-        smaller, index = page_tier(slot)
+        """Forget the oldest place, and its neighbours if a page of this tier is larger."""
+        oldest, (_, slots) = next(iter(self._known.items()))
+        smaller, index = page_tier(slots[0])
         if smaller <= tier:
-            self.drop(oldest)
+            self._drop(oldest)
             return
         within = index >> smaller - tier
-        for digest, (_, slot) in list(self._known.items()):
-            smaller, index = page_tier(slot)
+        for name, (_, slots) in list(self._known.items()):
+            smaller, index = page_tier(slots[0])
             if smaller > tier and index >> smaller - tier == within:
-                self.drop(digest)
+                self._drop(name)
 
-    def hold(self, keys: Iterable[PageKey]) -> dict[PageKey, int]:
-        """Keep these (from ``match``, just now) from being evicted by ``store``; their slots."""
-        return {key: self._known.pop(key.digest)[1] for key in dict.fromkeys(keys)}
+    def hold(self, places: Iterable[tuple[PageKey, int]]) -> Holds:
+        """Keep these keys and regions (stored just now) from being evicted by ``store``; returns
+        their slots."""
+        return {
+            (key, region): self._take((key.digest, region)) for key, region in dict.fromkeys(places)
+        }
 
-    def put_back(self, held: Mapping[PageKey, int]) -> None:
-        """Return held pages as the most recently used ones, the beginning of a prefix last."""
-        for key, slot in reversed(list(held.items())):
-            self.drop(key.digest)  # it may have been stored again meanwhile
-            self._known[key.digest] = key, slot
+    def put_back(self, held: Holds) -> None:
+        """Return what was held as the most recently used, the beginning of a prefix last."""
+        for (key, region), slots in reversed(list(held.items())):
+            self._drop((key.digest, region))  # it may have been stored again meanwhile
+            self._remember(key, region, slots)
 
-    def load(self, slot: int, location: int) -> None:
-        """Copy a slot's page to ``location``, which is in the same tier."""
-        self._copies.append(Swap(location, slot, out=False))
-        self.loaded += 1
+    def _remember(self, key: PageKey, region: int, slots: Slots) -> None:
+        self._known[key.digest, region] = key, slots
+        if not region and len(key.token_ids) < self._page_size:
+            self._tails.setdefault(key.parent, {})[key.digest] = key
+
+    def load(self, slots: Slots, location: int, region: int = 0) -> None:
+        """Copy a stored place to ``location``, which is in the same tier."""
+        self._copies.append(Swap(location, slots, out=False, region=region))
+        self.loaded += not region
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Forget the pages in these slots: it is unknown whether they were written."""
+        """Forget what is in these slots: it is unknown whether they were written."""
         gone = set(slots)
-        for digest, (_, slot) in list(self._known.items()):
-            if slot in gone:
-                self.drop(digest)
+        if gone:
+            for name, (_, own) in list(self._known.items()):
+                if not gone.isdisjoint(own):
+                    self._drop(name)
 
     def drop_unwritten(self, unwritten: Mapping[int, str]) -> None:
         """Forget slots that could not be written; ``unwritten`` has the reason for each."""
@@ -140,18 +183,36 @@ class SwapSpace:
         self.forget(unwritten)
 
     def drop(self, digest: bytes) -> None:
-        """Forget a page, if it is stored."""
-        found = self._known.pop(digest, None)
-        if found is not None:
-            self._slabs.release(*page_tier(found[1]))
+        """Forget a page with all that belongs to it, as far as it is stored."""
+        for region in range(len(self._places)):
+            self._drop((digest, region))
+
+    def _drop(self, name: tuple[bytes, int]) -> None:
+        if name in self._known:
+            for slot in self._take(name):
+                self._slabs.release(*page_tier(slot))
+
+    def _take(self, name: tuple[bytes, int]) -> Slots:
+        """Do not know a stored place any more; its slots are not free."""
+        key, slots = self._known.pop(name)
+        if not name[1] and (tails := self._tails.get(key.parent)) is not None:
+            tails.pop(key.digest, None)
+            if not tails:
+                del self._tails[key.parent]
+        return slots
 
     def clear(self) -> None:
-        """Forget all pages."""
-        for digest in list(self._known):
-            self.drop(digest)
+        """Forget everything."""
+        for name in list(self._known):
+            self._drop(name)
 
     def check(self) -> None:
         """Assert that every slot is free or has one page."""
-        slots = [page_tier(slot) for _, slot in self._known.values()]
+        slots = [page_tier(slot) for _, slots in self._known.values() for slot in slots]
         self._slabs.check(slots, range(self.num_slots))
-        assert all(digest == key.digest for digest, (key, _) in self._known.items())
+        for (digest, region), (key, own) in self._known.items():
+            assert digest == key.digest and len(own) == self._places[region], "slots differ"
+        for parent, tails in self._tails.items():
+            assert tails, "a page has no tails"
+            for digest, key in tails.items():
+                assert key.parent == parent and self._known[digest, 0][0] is key, "tails differ"

@@ -116,6 +116,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         rank=mesh.rank,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
+        swap_parts=config.swap_parts,
         keep=config.kv_keep,
     )
 
@@ -169,7 +170,7 @@ class KVCache:
     ``first_heads``: by layer the first of its key/value heads that this rank holds; empty: 0.
     ``first_layer``: the first of the model's caches here. ``rank``: this one among those that share
     the heads of states.
-    ``num_swap_pages`` more pages are in swap space: see
+    ``num_swap_pages`` slots, in ``swap_parts``, are the swap space: see
     :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
     that stay in the first tier.
     """
@@ -188,6 +189,7 @@ class KVCache:
         rank: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
+        swap_parts: Sequence[int] = (1,),
         keep: tuple[int, int] = KEPT_PAGES,
     ) -> None:
         self.spec = spec
@@ -203,7 +205,7 @@ class KVCache:
         self.first_layer, self.rank = first_layer, rank
         self._device = torch.device(device)
         self._keys_transposed = keys_transposed
-        self._swap = num_swap_pages, swap_path
+        self._swap = num_swap_pages, swap_path, tuple(swap_parts)
         self._memories: list[CacheMemory] = []
         self._storage: SwapStorage | None = None
         self.allocate()
@@ -222,10 +224,11 @@ class KVCache:
         for region, memory in enumerate(self._memories):
             for layer, found in self._layers_of(region, memory.places).items():
                 self.layers[layer] = found
-        num_swap_pages, swap_path = self._swap
+        num_swap_pages, swap_path, parts = self._swap
         self._recode: Callable[[int, int], None] | None = None  # bound when first needed
         if num_swap_pages:
-            self._storage = SwapStorage(self._memories[0].places, num_swap_pages, swap_path)
+            places = [memory.places for memory in self._memories[: len(parts)]]
+            self._storage = SwapStorage(places, num_swap_pages, swap_path, parts)
 
     def _layers_of(self, region: int, places: Tensor) -> dict[int, KVPages | LayerState]:
         """The layers whose caches are in one memory, uint8 ``[count, bytes]``."""

@@ -71,7 +71,9 @@ class RunnerConfig:
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     quantization: str | None = None
+    #: Slots of the swap space, and how many of them a place of each region of the cache takes.
     num_swap_pages: int = 0
+    swap_parts: tuple[int, ...] = (1,)
     swap_path: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
     #: Frames of each window group, with frame 0, which is for padding; empty: layers with a window

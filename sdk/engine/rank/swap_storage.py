@@ -1,8 +1,9 @@
-"""The bytes of one rank's swap space: whole pages, byte for byte as in the cache."""
+"""The bytes of one rank's swap space: whole places, byte for byte as in the cache."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,67 +15,85 @@ from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class SwapStorage:
-    """``num_slots`` pages in addition to those of a cache, ``pages`` uint8 ``[num_pages,
-    page_bytes]``. In a tiered cache a slot holds one page of the first type, two of the second or
-    four of the third.
+    """``num_slots`` slots in addition to a cache, ``regions`` uint8 ``[num_places, place_bytes]``.
+    ``parts``: by region in how many slots a place is, each with an equal part of it. In a tiered
+    cache a slot holds one page of the first type, two of the second or four of the third.
 
     Without a ``folder`` they are in main memory, which the system provides when a slot is first
     written. For a GPU that memory is pinned, and copies run in the order of its stream. With a
     folder they are in an unnamed file there, whose space is reserved now.
 
-    A page that cannot be written to the file is kept in memory for copies that were already
-    decided, and :meth:`unwritten` names it. A page that cannot be read raises OSError.
+    What cannot be written to the file is kept in memory for copies that were already decided, and
+    :meth:`unwritten` names it. A slot that cannot be read raises OSError.
 
     :raises OutOfMemoryError: the file cannot be created or has no room.
     """
 
-    def __init__(self, pages: Tensor, num_slots: int, folder: str | None = None) -> None:
-        # For slots that could not be written: the reason, until it was reported, and the page,
+    def __init__(
+        self,
+        regions: Sequence[Tensor],
+        num_slots: int,
+        folder: str | None = None,
+        parts: Sequence[int] = (1,),
+    ) -> None:
+        # For slots that could not be written: the reason, until it was reported, and the content,
         # which copies that were already decided may read.
         self._failed: dict[int, str] = {}
         self._kept: dict[int, bytes] = {}
-        self._on_gpu = pages.is_cuda
-        self._page_bytes = pages.shape[1]
-        size = num_slots * self._page_bytes
+        self._on_gpu = regions[0].is_cuda
+        self._place_bytes = [places.shape[1] for places in regions]
+        self._part_bytes = [
+            -(-nbytes // count) for nbytes, count in zip(self._place_bytes, parts, strict=False)
+        ]
+        self._slot_bytes = max(self._part_bytes)
+        size = num_slots * self._slot_bytes
         self._file: Any = None
         if folder is not None:
             self._file = reserved_file("swap_path", folder, size, "swap space")
-            size = self._page_bytes  # buffer for copies to and from a GPU
+            size = self._slot_bytes  # buffer for copies to and from a GPU
         # On a CPU numpy copies 370 KB in 15 us; torch wakes its threads and takes 102 us.
-        self._pages: Any = pages.view(-1) if self._on_gpu else pages.view(-1).numpy()
+        self._regions: list[Any] = [
+            places.view(-1) if self._on_gpu else places.view(-1).numpy() for places in regions
+        ]
         if self._on_gpu:
             self._memory: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
             self._memory = np.zeros(size, dtype=np.uint8)
 
     def run(self, swap: Swap) -> None:
-        """Copy one page."""
-        page, out = self._pages[self._part(swap.page)], swap.out
-        part = self._part(swap.slot)
+        """Copy one place."""
+        tier, index = page_tier(swap.page)
+        nbytes = self._place_bytes[swap.region] >> tier
+        place = self._regions[swap.region][index * nbytes : (index + 1) * nbytes]
+        part = self._part_bytes[swap.region] >> tier
+        for number, slot in enumerate(swap.slots):
+            some = place[number * part : (number + 1) * part]
+            if len(some):  # the last ones of a place that is small may be empty
+                self._copy(slot, some, out=swap.out)
+
+    def _copy(self, slot: int, place: Any, *, out: bool) -> None:
+        """Copy one slot from or to a part of a place."""
+        tier, index = page_tier(slot)
+        begin = index * (self._slot_bytes >> tier)
         if self._file is not None:
-            self._through_file(swap.slot, page, part, out=out)
+            self._through_file(slot, place, begin, out=out)
             return
-        source, target = (page, self._memory[part]) if out else (self._memory[part], page)
+        memory = self._memory[begin : begin + len(place)]
+        source, target = (place, memory) if out else (memory, place)
         if self._on_gpu:
             target.copy_(source, non_blocking=True)
         else:
             target[:] = source
 
-    def _part(self, page: int) -> slice:
-        """The bytes of a page or slot within all of them."""
-        tier, index = page_tier(page)
-        size = self._page_bytes >> tier
-        return slice(index * size, (index + 1) * size)
-
-    def _through_file(self, slot: int, page: Any, part: slice, *, out: bool) -> None:
-        row = self._memory[: len(page)].numpy() if self._on_gpu else page
+    def _through_file(self, slot: int, place: Any, begin: int, *, out: bool) -> None:
+        row = self._memory[: len(place)].numpy() if self._on_gpu else place
         if out:
             if self._on_gpu:
-                self._memory[: len(page)].copy_(page)
+                self._memory[: len(place)].copy_(place)
             self._failed.pop(slot, None)
             self._kept.pop(slot, None)
             try:
-                _write(self._file.fileno(), row.data, part.start)
+                _write(self._file.fileno(), row.data, begin)
             except OSError as error:  # a full disk, a limit of file sizes
                 self._failed[slot] = str(error)
                 self._kept[slot] = row.tobytes()
@@ -82,9 +101,9 @@ class SwapStorage:
         if slot in self._kept:
             row[:] = np.frombuffer(self._kept[slot], row.dtype)
         else:
-            _read(self._file.fileno(), row.data, part.start)
+            _read(self._file.fileno(), row.data, begin)
         if self._on_gpu:
-            page.copy_(self._memory[: len(page)])
+            place.copy_(self._memory[: len(place)])
 
     def unwritten(self) -> dict[int, str]:
         """The slots that could not be written to the file since the last call, and why.
@@ -100,7 +119,7 @@ class SwapStorage:
         """Free the memory and the file. Idempotent."""
         if self._file is not None:
             self._file.close()
-        self._pages = self._memory = None
+        self._regions, self._memory = [], None
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

@@ -109,7 +109,12 @@ class Scheduler:
             self.pool.unit_bytes = config.page_bytes
             self.groups = Groups(config, self.pool)
         self.prefixes = Prefixes(
-            self.pool, config.kv_type, config.num_swap_pages, self.tiered_pool, self.groups
+            self.pool,
+            config.kv_type,
+            config.num_swap_pages,
+            self.tiered_pool,
+            self.groups,
+            config.swap_parts,
         )
         self._in_flight = InFlightBatches()
         #: ``None``: requests cannot have adapters.
@@ -422,10 +427,11 @@ class Scheduler:
             request.pages.append(page)
             new_pages.append((request.request_id, (page,)))
         self._step_id += 1
-        copies = self.pool.take_copies()
-        plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
+        plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages))
         if self.groups is not None:
             plan = self.groups.repeat(plan, in_flight.need_page, in_flight.need_save)
+        copies = self.pool.take_copies()  # of what was evicted for frames and snapshots too
+        plan = plan._replace(copies=copies)
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)

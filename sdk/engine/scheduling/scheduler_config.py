@@ -47,8 +47,10 @@ class SchedulerConfig:
     kv_bits: tuple[int, ...] = (16,)
     #: Pages of a request that stay in the first tier: at its beginning, full ones at its end.
     kv_keep: tuple[int, int] = KEPT_PAGES
-    #: Pages of the swap space, which extends the prefix cache and needs it.
+    #: Slots of the swap space, which extends the prefix cache and needs it. With window groups or
+    #: states: how many of them a page takes, a frame of each group, and a state.
     num_swap_pages: int = 0
+    swap_parts: tuple[int, ...] = (1,)
     #: Pages at the start, including page 0. ``None``: all of ``num_pages``.
     first_pages: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -107,9 +109,13 @@ class SchedulerConfig:
     def _check_groups(self) -> None:
         if not self.has_groups:
             return
-        if len(self.kv_bits) > 1 or self.num_swap_pages:
-            found = "tiers" if len(self.kv_bits) > 1 else "num_swap_pages"
-            raise ValueError(f"window groups and recurrent states do not work with {found}")
+        if len(self.kv_bits) > 1:
+            raise ValueError("window groups and recurrent states do not work with tiers")
+        expected = 1 + len(self.windows) + (self.states is not None)
+        if self.num_swap_pages and (len(self.swap_parts) != expected or min(self.swap_parts) < 1):
+            raise ValueError(
+                f"swap_parts: expected {expected} positive numbers, got {self.swap_parts}"
+            )
         if self.page_bytes < 0:  # 0: all layers have windows or states
             raise ValueError(f"page_bytes must not be negative, got {self.page_bytes}")
         for group in self.windows:
