@@ -257,13 +257,7 @@ class LatentAttention:
             )
         block_v = max(16, triton.next_power_of_2(values))
         wide = self._exact or old_card(q.device)
-        # Matrix instructions take 16 rows. Accumulators are in registers: 32 rows of 512 spill 56
-        # bytes with codes on sm_90. Operands of other products lie in shared memory as float32: 8
-        # rows of 512 take 54 KiB with one stage, 16 take 72 of a T4's 64, and several stages spill.
-        least = 8 if wide else 16
-        most = max(least, 0 if wide else min(_ROWS, (1 << (13 if side.kind else 14)) // block_v))
-        each = min(triton.next_power_of_2(heads), most)
-        rows = max(least, each, min(most, each * triton.next_power_of_2(batch.max_query_len)))
+        each, rows = _tile_rows(heads, batch.max_query_len, block_v, wide, bool(side.kind))
         head_tiles = triton.cdiv(heads, each)
         tiles = (tokens // (rows // each) + batch.num_requests) * head_tiles
         splits = 1 if self._fixed else self._splits(batch, tiles, tokens * heads * values)
@@ -334,6 +328,19 @@ class LatentAttention:
         wanted = min(self._programs // max(tiles, 1), batch.max_context_len // _SPLIT)
         wanted = min(wanted, _PARTS // max(4 * size, 1), _MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _tile_rows(heads: int, queries: int, width: int, wide: bool, codes: bool) -> tuple[int, int]:
+    """Heads of a tile, and its rows. ``wide``: operands are float32. ``codes``: pages have them.
+
+    Matrix instructions take 16 rows. Accumulators are in registers: 32 rows of 512 spill 56 bytes
+    with codes on sm_90. Operands of other products lie in shared memory: 8 rows of 512 take 54 KiB
+    with one stage, 16 take 72 of a T4's 64, and several stages spill.
+    """
+    least = 8 if wide else 16
+    most = least if wide else max(least, min(_ROWS, (1 << (13 if codes else 14)) // width))
+    each = min(triton.next_power_of_2(heads), most)
+    return each, max(least, each, min(most, each * triton.next_power_of_2(queries)))
 
 
 def _key_side(pages: KVPages, width: int) -> PageSide:
