@@ -225,10 +225,12 @@ class Source:
             return self._body + path.removeprefix("model.")
         return self._outer + path
 
-    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
-        """A matrix as the checkpoint has it."""
+    def pull(self, path: str, shape: tuple[int, int], *, more_rows: bool = False) -> Weight:
+        """A matrix as the checkpoint has it. ``more_rows``: it may have more than those of
+        ``shape``."""
         weight = self.checkpoint.weight(self._name(path))
-        if weight.shape != shape:
+        rows, columns = weight.shape
+        if columns != shape[1] or rows < shape[0] or (rows > shape[0] and not more_rows):
             raise CheckpointError(
                 f"{self._name(path)}: expected shape {list(shape)}, found {list(weight.shape)}"
             )
@@ -570,11 +572,13 @@ class Source:
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
         """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
-        ``width``: of one whose rows may stay in the file; default: features of embeddings."""
+        ``width``: of one whose rows may stay in the file, and which may have more of them (Gemma
+        4's ``vocab_size_per_layer_input``); default: features of embeddings."""
 
         def pull() -> Matrix:
-            weight = self.pull(path, (first + rows, width or self.config.embedding_width))
-            weight = by_row(weight) if width else weight
+            if width is not None:
+                return Matrix(by_row(self.pull(path, (first + rows, width), more_rows=True)), None)
+            weight = self.pull(path, (first + rows, self.config.embedding_width))
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

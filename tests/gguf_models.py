@@ -227,7 +227,8 @@ def gguf_of(
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by our names; of experts, gate and up apart."""
     own = architecture(model.config.model_type)
-    mixture = own is not None and own.config.expert_width is not None
+    dense = getattr(model.config, "num_local_experts", None) == 0  # some sizes of Granite 4
+    mixture = own is not None and own.config.expert_width is not None and not dense
     if own is not None and own.tensors.experts_by_rows:
         yield from _by_rows(model, own.tensors.names)
         return

@@ -26,7 +26,13 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attend import LOG2E, first_key, places_of
 from sdk.kernels.gpu.attention import convert_of, dot_type
 from sdk.kernels.gpu.attention_prefill import request_of
-from sdk.kernels.gpu.launch import INTERPRETED, after_earlier, expect_on_device, run_kernel
+from sdk.kernels.gpu.launch import (
+    INTERPRETED,
+    after_earlier,
+    expect_on_device,
+    old_card,
+    run_kernel,
+)
 from sdk.kernels.gpu.page_codes import decoded, mixed, operand
 from sdk.kernels.gpu.pages import FLOAT, PageSide, key_side
 from sdk.kernels.gpu.rope import write_rows
@@ -250,10 +256,8 @@ class LatentAttention:
                 f"least 1, found strides {q.stride()}, {scale} and {window}"
             )
         block_v = max(16, triton.next_power_of_2(values))
-        # Accumulators in registers: 32 rows of 512 spill 56 bytes with codes on sm_90.
-        most = max(16, min(_ROWS, (1 << (13 if side.kind else 14)) // block_v))
-        each = min(triton.next_power_of_2(heads), most)
-        rows = max(16, each, min(most, each * triton.next_power_of_2(batch.max_query_len)))
+        wide = self._exact or old_card(q.device)
+        each, rows = _tile_rows(heads, batch.max_query_len, block_v, wide, bool(side.kind))
         head_tiles = triton.cdiv(heads, each)
         tiles = (tokens // (rows // each) + batch.num_requests) * head_tiles
         splits = 1 if self._fixed else self._splits(batch, tiles, tokens * heads * values)
@@ -261,7 +265,7 @@ class LatentAttention:
         parts = torch.empty(shape, dtype=torch.float32, device=q.device)
         sums = torch.empty(shape[0], 2, dtype=torch.float32, device=q.device)
         unmix = _mixed_block(pages, width, values)
-        fields = self._constants(pages, side, values, window)
+        fields = self._constants(pages, side, values, window, wide)
         run_kernel(
             latent_kernel,
             (tiles, splits),
@@ -281,6 +285,7 @@ class LatentAttention:
             SPLITS=splits,
             UNMIX=unmix,
             num_warps=8,
+            **({"num_stages": 1} if wide else {}),
         )
         if splits > 1:
             run_kernel(
@@ -296,16 +301,16 @@ class LatentAttention:
             )
 
     def _constants(
-        self, pages: KVPages, side: PageSide, values: int, window: int | None
+        self, pages: KVPages, side: PageSide, values: int, window: int | None, wide: bool
     ) -> dict[str, Any]:
-        """What does not depend on the step."""
+        """What does not depend on the step. ``wide``: operands are float32."""
         rest = pages.head_dim - values
         block_v = max(16, triton.next_power_of_2(values))
         return {
             "KIND": side.kind,
             "GROUP": side.group,
             "STRIDES": side.strides,
-            "DOT": tl.float32 if self._exact else dot_type(side),
+            "DOT": tl.float32 if wide else dot_type(side),
             "CONVERT": convert_of(side.codes.device).value,
             "WIDEN": INTERPRETED,
             "PAGE": pages.page_size,
@@ -313,7 +318,7 @@ class LatentAttention:
             "REST": rest,
             "BLOCK_V": block_v,
             "BLOCK_R": max(16, triton.next_power_of_2(rest)),
-            "BLOCK_N": 16 if self._exact or block_v > 256 else 32,
+            "BLOCK_N": 16 if wide or block_v > 256 else 32,
             "WINDOW": window is not None,
             "SPLIT": _SPLIT,
         }
@@ -323,6 +328,19 @@ class LatentAttention:
         wanted = min(self._programs // max(tiles, 1), batch.max_context_len // _SPLIT)
         wanted = min(wanted, _PARTS // max(4 * size, 1), _MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _tile_rows(heads: int, queries: int, width: int, wide: bool, codes: bool) -> tuple[int, int]:
+    """Heads of a tile, and its rows. ``wide``: operands are float32. ``codes``: pages have them.
+
+    Matrix instructions take 16 rows. Accumulators are in registers: 32 rows of 512 spill 56 bytes
+    with codes on sm_90. Operands of other products lie in shared memory: 8 rows of 512 take 54 KiB
+    with one stage, 16 take 72 of a T4's 64, and several stages spill.
+    """
+    least = 8 if wide else 16
+    most = least if wide else max(least, min(_ROWS, (1 << (13 if codes else 14)) // width))
+    each = min(triton.next_power_of_2(heads), most)
+    return each, max(least, each, min(most, each * triton.next_power_of_2(queries)))
 
 
 def _key_side(pages: KVPages, width: int) -> PageSide:

@@ -65,9 +65,9 @@ class HfWriter:
         self._names: TensorNames | None = None
         if own is not None and own.tensors.names:
             self._names = TensorNames(own.tensors.names)
-        self._encode, self._settings = _encoding(scheme, self._in_config)
         first = own is not None and own.tensors.block_sparse_moe
         self._first_names = first and scheme.container == "compressed-tensors"
+        self._encode, self._settings = _encoding(scheme, self._in_config, self._with_more())
         if num_experts(self._config) and "ignore" in self._settings:
             self._settings["ignore"].append(_ROUTERS)
         if any(key.startswith("linear_num_") for key in self._config):
@@ -111,6 +111,19 @@ class HfWriter:
         if self._names is None:
             return name.rpartition(".")[2]
         return self._names.theirs(name).rpartition(".0.")[2]
+
+    def _with_more(self) -> list[str]:
+        """What ends the file's names of the matrices with more bits; experts and the MLP beside
+        them may have names of their own (Mixtral's ``w2``, Granite's ``output_linear``)."""
+        names = [self._in_config(name) for name in _MORE]
+        if self._names is not None:
+            names.append(self._in_config(_JOINED))
+        else:
+            for layer in range(self._config["num_hidden_layers"]):
+                for part in _MORE_OF_EXPERTS:
+                    found = self._spelled(f"model.layers.{layer}.{part}")
+                    names.append(found.rpartition(".")[2])
+        return list(dict.fromkeys(names))
 
     def _spelled(self, name: str) -> str:
         """The name that transformers looks for: what is beside experts, and all of a model that
@@ -162,6 +175,9 @@ def copy_beside(source: Path, out: Path) -> None:
 
 #: Our names of the matrices with more bits in a layer, and of the embedding and the head.
 _MORE = ("model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj")
+#: Queries, keys and values in one matrix: it ends like that of values.
+_JOINED = "model.layers.0.self_attn.qkv_proj"
+_MORE_OF_EXPERTS = ("mlp.experts.0.down_proj", "mlp.shared_experts.down_proj")
 _ENDS = ("model.embed_tokens", "lm_head")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 #: Routers stay plain.
@@ -176,8 +192,11 @@ _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 _Named = Callable[[str], str]
 
 
-def _encoding(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[str, Any]]:
-    """How a layer is stored, and the ``quantization_config`` that says so."""
+def _encoding(
+    scheme: Scheme, named: _Named, with_more: Sequence[str]
+) -> tuple[_Encode, dict[str, Any]]:
+    """How a layer is stored, and the ``quantization_config`` that says so. ``with_more``: what ends
+    the names of matrices with more bits."""
     spec = scheme.spec
     group = -1 if spec.group is None else spec.group
     if scheme.container == "gptq":
@@ -209,7 +228,7 @@ def _encoding(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[str, Any]]:
         weights = {"nbits": spec.bits, "group_size": group, "axis": 1}
         settings = {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
         return integer_layers.hqq_tensors, settings
-    return _compressed_tensors(scheme, named)
+    return _compressed_tensors(scheme, named, with_more)
 
 
 def _integers(spec: QuantSpec) -> dict[str, Any]:
@@ -220,7 +239,9 @@ def _integers(spec: QuantSpec) -> dict[str, Any]:
     return {**found, "strategy": "group", "group_size": spec.group}
 
 
-def _compressed_tensors(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[str, Any]]:
+def _compressed_tensors(
+    scheme: Scheme, named: _Named, with_more: Sequence[str]
+) -> tuple[_Encode, dict[str, Any]]:
     spec = scheme.spec
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     inputs: dict[str, Any] | None = {**weights, "dynamic": True, "strategy": "token"}
@@ -263,7 +284,7 @@ def _compressed_tensors(scheme: Scheme, named: _Named) -> tuple[_Encode, dict[st
     if scheme.more is not None:
         groups["group_2"] = {
             **layers,
-            "targets": [f"re:.*{named(name)}$" for name in _MORE],
+            "targets": [f"re:.*{name}$" for name in with_more],
             "weights": _integers(scheme.more),
         }
     settings = {

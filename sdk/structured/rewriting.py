@@ -227,16 +227,15 @@ def _rewrite_one_of(schema: Schema, document: Document) -> None:
         if None in others:
             return  # llguidance may know that the parts do not overlap
         parts.append({"allOf": [option, *others]} if others else option)
+    if "anyOf" in schema:
+        del schema["oneOf"]
+        also(schema, {"anyOf": parts})
+        return
     # Properties come in the order of the keywords: the new one takes the place of the old one.
     items = list(schema.items())
     schema.clear()
     for key, value in items:
-        if key != "oneOf":
-            schema[key] = value
-        elif any(name == "anyOf" for name, _ in items):
-            also(schema, {"anyOf": parts})
-        else:
-            schema["anyOf"] = parts
+        schema.update({"anyOf": parts} if key == "oneOf" else {key: value})
 
 
 def _without(schema: Any, other: Any, document: Document) -> Any:

@@ -298,10 +298,10 @@ def _write_tokenizer(folder: Path) -> None:
 class RandomSource(Source):
     """Tells a :class:`RandomCheckpoint` the shape of what the model pulls."""
 
-    def pull(self, path: str, shape: tuple[int, int]) -> Weight:
+    def pull(self, path: str, shape: tuple[int, int], *, more_rows: bool = False) -> Weight:
         assert isinstance(self.checkpoint, RandomCheckpoint)
         self.checkpoint.shapes.setdefault(self._name(path), shape)
-        return super().pull(path, shape)
+        return super().pull(path, shape, more_rows=more_rows)
 
     def vector(self, path: str, *shape: int | None) -> Tensor:
         assert isinstance(self.checkpoint, RandomCheckpoint)

@@ -141,6 +141,19 @@ def test_a_file_has_the_logits_of_transformers(name: str, tmp_path: Path, load: 
     assert checkpoint.unused() == []
 
 
+def test_a_table_of_per_layer_embeddings_may_have_more_rows_than_there_are_tokens(
+    load: Load,
+) -> None:
+    options = {**ARCHITECTURES["gemma4_text-e"], "vocab_size_per_layer_input": 130}
+    oracle = tiny("gemma4_text", **options)
+    ids = prompt(41, 1)
+    found = Paged(load(checkpoint_of(oracle))).run("a", ids)
+    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
+    fewer = tiny("gemma4_text", **{**options, "vocab_size_per_layer_input": 90})
+    with pytest.raises(CheckpointError, match=r"per_layer: expected shape \[96, 96\], found \[90"):
+        load(checkpoint_of(fewer))
+
+
 def test_caches_have_the_heads_of_their_layers_and_shared_ones_exist_once() -> None:
     options = {**ARCHITECTURES["gemma4_text-e"], "num_kv_shared_layers": 2}
     config = ModelConfig.from_dict(tiny("gemma4_text", **options).config.to_dict())

@@ -65,7 +65,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def saved(name: str, folder: Path, **options: Any) -> Any:
     """transformers' model, in ``folder`` with a vocabulary."""
-    model = tiny(name, **{**MODELS[name][0], "vocab_size": 448, **options})
+    own = MODELS[name][0] if name in MODELS else {}
+    model = tiny(name, **{**own, "vocab_size": 448, **options})
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(VOCABULARY / file, folder / file)
@@ -124,13 +125,32 @@ def test_methods_with_data_see_what_the_first_layer_reads(
     expected = expected_logits(model, IDS)
     error, other = ((logits(open_checkpoint(x)) - expected).norm() for x in (made, plain))
     assert error < 1.25 * other
-    if scheme != "gptq-w4g32-mix":
-        return
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mixtral", "bloom"])
+def test_the_config_says_which_matrices_have_more_bits(name: str, tmp_path: Path) -> None:
+    """Whatever the model's files call them: a reader takes the bits from the config."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "mixtral" else {}
+    saved(name, tmp_path / "plain", **experts)
+    how: dict[str, Any] = {"sequences": 2, "tokens": 24, "num_threads": 1}
+    text = [prompt(24, seed) for seed in range(2)]
+    made = sdk.quantize(
+        tmp_path / "plain", tmp_path / "made", "gptq-w4g32-mix", calibration=text, **how
+    )
     settings = json.loads((made / "config.json").read_text())["quantization_config"]
-    pattern = settings["config_groups"]["group_2"]["targets"][1].removeprefix("re:")
+    targets = settings["config_groups"]["group_2"]["targets"]
+    found = set()
     with safe_open(made / "model.safetensors", "pt") as file:
-        packed = [k.removesuffix(".weight_packed") for k in file.keys() if "_packed" in k]  # noqa: SIM118
-    assert sum(re.match(pattern, key) is not None for key in packed) == 3  # one of each layer
+        for key in file.keys():  # noqa: SIM118
+            module = key.removesuffix(".weight_packed")
+            if module != key:
+                columns = int(file.get_tensor(f"{module}.weight_shape")[1])
+                bits = file.get_tensor(key).shape[1] * 32 // columns
+                named = any(re.match(target.removeprefix("re:"), module) for target in targets)
+                assert bits == (5 if named else 4), module
+                found.add(bits)
+    assert found == {4, 5}
 
 
 def test_blocks_of_rows_that_a_file_stores_apart_are_refused(tmp_path: Path) -> None:

@@ -195,6 +195,10 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any]]] = [
         [{"a": 1}, {"b": 1}, {}, {"a": 1, "b": 1}, 1],
     ),
     ({"oneOf": [{"minimum": 3}, {"maximum": 5}], "type": "number"}, [2, 3, 4, 6]),
+    *(
+        ({"oneOf": [{"type": "null"}], "anyOf": [{}], **more}, [None, 0, "a", {}])
+        for more in ({"not": {"type": "object"}}, {"allOf": [{}]}, {"if": {"const": 1}, "then": {}})
+    ),
     # contains.
     ({"contains": {"const": 1}}, [[], [1], [2, 1], [2, 3], "a"]),
     ({"contains": {"type": "null"}, "minContains": 2}, [[None], [None, 1, None], [None, None]]),

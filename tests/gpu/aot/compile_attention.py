@@ -127,8 +127,9 @@ def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
         rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch, pages, *norms)
 
 
-def run_latent(short: torch.dtype, dtype: str) -> None:
+def run_latent(short: torch.dtype, dtype: str, exact: bool = False) -> None:
     """The write of DeepSeek's latents, decoding in splits, and a prompt."""
+    short = torch.float32 if exact else short
     cache = AttentionCache(1, 576, 512, latent=True)
     spec = KVSpec(1, 1, 576, 16, dtype, (cache,))
     pages = KVCache(spec, 4, keys_transposed=False).layers[0]
@@ -139,7 +140,7 @@ def run_latent(short: torch.dtype, dtype: str) -> None:
         angles = torch.zeros(tokens, 32)
         latent.LatentRopeAndCache().run(q, *rest, angles, angles.clone(), batch, pages)
         out = torch.zeros(tokens, 16 * 512, dtype=short)
-        kernels = latent.LatentAttention(False, programs=programs)
+        kernels = latent.LatentAttention(exact, programs=programs)
         kernels.run(q, pages, batch, 0.1, None, None, None, None, out)
 
 
@@ -269,6 +270,7 @@ def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
             yield label, partial(run_attention, short, dtype, head_dim, rich=rich)
     for dtype in LATENT:
         yield f"latent {dtype}", partial(run_latent, short, dtype)
+        yield f"latent {dtype} exact", partial(run_latent, short, dtype, exact=True)
     for rich in (False, True):
         one = partial(run_attention, short, "bfloat16", 256, rich=rich, kv_heads=1)
         yield f"one head{' window cap sinks cascade' if rich else ''}", one

@@ -113,7 +113,7 @@ def attention_cases() -> list[str]:
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")
         ]
     cases += ["one head", "one head window cap sinks cascade"]
-    cases += [f"latent {dtype}" for dtype in LATENT]
+    cases += [f"latent {dtype}{more}" for dtype in LATENT for more in ("", " exact")]
     cases += [f"attention {dtype} biased" for dtype in BIASED]
     cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in BOTH_WAYS]
     return cases + [f"rope {dtype}" for dtype in PAGES]
