@@ -86,6 +86,20 @@ ENVIRONMENTS = {
         ),
         torch=False,
     ),
+    "dspy": Environment(
+        (f"-C wheel.cmake=false -e {ROOT}[structured]", "dspy==3.4.1 pytest"), torch=False
+    ),
+    "llm": Environment(
+        (f"-C wheel.cmake=false -e {ROOT}[structured]", "llm==0.36 pytest"), torch=False
+    ),
+    "mcp": Environment((f"-C wheel.cmake=false -e {ROOT}", "mcp==2.3.0 pytest"), torch=False),
+    "constrained": Environment(
+        (
+            f"-C wheel.cmake=false -e {ROOT}[server,structured]",
+            "outlines==1.3.3 guidance==0.3.1 openai==2.54.0 pytest",
+        ),
+        torch=False,
+    ),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 
