@@ -92,7 +92,9 @@ ENVIRONMENTS = {
     "llm": Environment(
         (f"-C wheel.cmake=false {ROOT}[structured]", "llm==0.36 pytest"), torch=False
     ),
-    "mcp": Environment((f"-C wheel.cmake=false {ROOT}", "mcp==2.3.0 pytest"), torch=False),
+    "mcp": Environment(
+        (f"-C wheel.cmake=false {ROOT}[structured]", "mcp==2.3.0 pytest"), torch=False
+    ),
     "constrained": Environment(
         (
             f"-C wheel.cmake=false {ROOT}[server,structured]",

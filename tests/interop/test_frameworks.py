@@ -20,6 +20,7 @@ DRIVERS = [
     ("frameworks", "components"),
     ("dspy", "dspy_programs"),
     ("llm", "llm_plugin"),
+    ("mcp", "mcp_tools"),
 ]
 
 
