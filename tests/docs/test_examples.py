@@ -17,9 +17,10 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # classes look their annotations up there
     spec.loader.exec_module(module)
     return module
 
