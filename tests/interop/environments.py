@@ -69,7 +69,10 @@ ENVIRONMENTS = {
     "clients": Environment(
         (f"openai==3.54.0 litellm langchain-openai {OLLAMA} anthropic==2.14.0",), torch=False
     ),
-    "instructor": Environment(("instructor==1.17.0",), torch=False),
+    "instructor": Environment(
+        (f"-C wheel.cmake=false {ROOT}[server,structured]", "instructor==1.17.0 pytest"),
+        torch=False,
+    ),
     "langchain": Environment(
         (
             f"-C wheel.cmake=false {ROOT}[structured]",
