@@ -82,7 +82,7 @@ release-notes: ## print the notes of VERSION=0.1.0 (or Unreleased) from CHANGELO
 models: build ## fetch the three real models the tests use into the user's cache
 	$(PY) -m sdk fetch-demo --gemma --minilm
 
-browser: ## install Chromium for tests/serving/page, as root on Debian; elsewhere say what to do
+browser: ## install Chromium and Xvfb for tests of pages and windows, as root on Debian; elsewhere say what to do
 	@.ci/browser.sh
 
 demo-model: $(READY)

@@ -1,7 +1,7 @@
 """A window with a chat, for Tk: python docs/examples/gui.py [model.gguf]
 
-The window's thread never waits for the model. A thread of ``Answers`` listens to the answer and
-puts its pieces into a queue, which the window empties fifty times a second.
+The window's thread never waits for the model. A thread of ``Chat`` loads it and listens to answers;
+what happens goes into a queue, which the window empties fifty times a second.
 """
 
 from __future__ import annotations
@@ -9,106 +9,173 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable
+import tkinter as tk
+from pathlib import Path
+from tkinter import ttk
+from typing import Literal, NamedTuple
 
-from sdk import LLM, SamplingParams, demo_model
+from sdk import LLM, LoadCancelled, SamplingParams, SdkError, demo_model
 
 
-class Answers:
-    """Runs one question at a time; ``poll`` returns what arrived since the last call."""
+class Event(NamedTuple):
+    """What happened. ``text``: a piece of an answer, or an error. ``part``: of a load, 0 to 1."""
 
-    def __init__(self, llm: LLM, params: SamplingParams | None = None) -> None:
-        self._llm = llm
-        self._params = params or SamplingParams(max_tokens=400)
+    kind: Literal["loading", "ready", "piece", "ended", "failed"]
+    text: str = ""
+    part: float = 0
+
+
+class Chat:
+    """A model and one conversation, in a thread; ``events`` says what happened."""
+
+    def __init__(self, model: str | Path, params: SamplingParams | None = None) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._model = model
+        # -1: if the conversation is too long, its oldest turns are left out
+        self._params = params or SamplingParams(max_tokens=400, truncate_prompt_tokens=-1)
         self._messages: list[dict[str, str]] = []
-        self._pieces: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def ask(self, text: str) -> None:
-        """Start an answer; the caller makes sure that none is running."""
-        self._messages.append({"role": "user", "content": text})
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="chat")
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether ``close`` has yet to be called, and the model loaded."""
+        return self._thread.is_alive()
+
+    def ask(self, text: str) -> None:
+        """Put a question; pieces of its answer follow, and one ``ended``."""
+        self._stop.clear()
+        self._questions.put(text)
+
     def stop(self) -> None:
-        """End the answer; what has arrived stays in the conversation."""
+        """End the answer. What has arrived stays in the conversation."""
         self._stop.set()
 
-    def poll(self) -> str:
-        text = ""
-        while not self._pieces.empty():
-            text += self._pieces.get()
-        return text
+    def clear(self) -> None:
+        """Forget the conversation; the caller makes sure that no answer is running."""
+        self._messages.clear()
 
     def close(self) -> None:
+        """End the thread, also in the middle of a load or of an answer, and free the model."""
+        self._closed = True
         self.stop()
-        if self._thread is not None:
-            self._thread.join()
+        self._questions.put(None)
+        self._thread.join()
 
-    def _listen(self) -> None:
+    def _run(self) -> None:
+        try:
+            with LLM(
+                self._model, memory="2GiB", max_model_len=4096, on_progress=self._progress
+            ) as llm:
+                self.events.put(Event("ready"))
+                while (question := self._questions.get()) is not None:
+                    self._answer(llm, question)
+        except LoadCancelled:
+            pass  # the window is gone
+        except (SdkError, OSError) as error:
+            self.events.put(Event("failed", str(error)))
+
+    def _progress(self, stage: str, done: int, total: int) -> bool:
+        self.events.put(Event("loading", stage, done / max(total, 1)))
+        return not self._closed  # False cancels the load
+
+    def _answer(self, llm: LLM, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
         answer = ""
         try:
-            # Leaving the loop aborts the request.
-            for piece in self._llm.stream(self._messages, self._params):
+            for piece in llm.stream(self._messages, self._params):
                 answer += piece.outputs[0].text
-                self._pieces.put(piece.outputs[0].text)
-                if self._stop.is_set():
-                    break
-        except Exception as error:  # shown in the window: this thread has no other reader
-            self._pieces.put(f"[{error}]")
+                self.events.put(Event("piece", piece.outputs[0].text))
+                if self._stop.is_set() or self._closed:
+                    break  # leaving the loop aborts the request
+        except SdkError as error:
+            self._messages.pop()  # it would fail again with the next question
+            self.events.put(Event("ended", f"[{error}]"))
+            return
         self._messages.append({"role": "assistant", "content": answer})
+        self.events.put(Event("ended"))
 
 
-def run_window(answers: Answers, on_close: Callable[[], None]) -> None:
-    """The window: a text, a line for questions, a button that asks or stops."""
-    import tkinter as tk
+class Window:
+    """A text, a bar while the model loads, a line for questions, and buttons."""
 
-    root = tk.Tk()
-    root.title("embedlm")
-    shown = tk.Text(root, wrap="word", state="disabled")
-    line = tk.Entry(root)
-    button = tk.Button(root, text="Ask")
+    def __init__(self, root: tk.Tk, chat: Chat) -> None:
+        self.root, self.chat = root, chat
+        self.busy = True  # while the model loads or answers
+        root.title("embedlm")
+        root.protocol("WM_DELETE_WINDOW", self.close)
+        self.shown = tk.Text(root, wrap="word", state="disabled", width=80, height=24)
+        self.bar = ttk.Progressbar(root, maximum=1.0)
+        below = ttk.Frame(root)
+        self.line = ttk.Entry(below)
+        self.button = ttk.Button(below, text="Stop", command=self.press, state="disabled")
+        self.new = ttk.Button(below, text="New", command=self.clear, state="disabled")
+        self.line.bind("<Return>", lambda _: None if self.busy else self.press())
+        self.shown.pack(fill="both", expand=True)
+        self.bar.pack(fill="x")
+        below.pack(fill="x")
+        self.line.pack(side="left", fill="x", expand=True)
+        self.new.pack(side="right")
+        self.button.pack(side="right")
+        self.line.focus_set()
+        self._tick()
 
-    def show(text: str) -> None:
-        shown.configure(state="normal")
-        shown.insert("end", text)
-        shown.configure(state="disabled")
-        shown.see("end")
+    def press(self) -> None:
+        """The button: ask what the line says, or stop the answer."""
+        if self.busy:
+            self.chat.stop()
+        elif text := self.line.get().strip():
+            self.line.delete(0, "end")
+            self._show(f"> {text}\n")
+            self._set_busy(True)
+            self.chat.ask(text)
 
-    def pressed(_event: object = None) -> None:
-        if answers.busy:
-            answers.stop()
-        elif text := line.get().strip():
-            line.delete(0, "end")
-            show(f"\n> {text}\n")
-            answers.ask(text)
+    def clear(self) -> None:
+        """Begin a new conversation."""
+        self.chat.clear()
+        self.shown.configure(state="normal")
+        self.shown.delete("1.0", "end")
+        self.shown.configure(state="disabled")
 
-    def tick() -> None:
-        show(answers.poll())
-        button.configure(text="Stop" if answers.busy else "Ask")
-        root.after(20, tick)
+    def close(self) -> None:
+        self.chat.close()
+        self.root.destroy()
 
-    button.configure(command=pressed)
-    line.bind("<Return>", pressed)
-    shown.pack(fill="both", expand=True)
-    line.pack(side="left", fill="x", expand=True)
-    button.pack(side="right")
-    tick()
-    root.mainloop()
-    on_close()
+    def _tick(self) -> None:
+        while not self.chat.events.empty():
+            self._happened(self.chat.events.get())
+        self.root.after(20, self._tick)
+
+    def _happened(self, event: Event) -> None:
+        if event.kind == "loading":
+            self.bar.configure(value=event.part)
+        elif event.kind in ("piece", "failed"):  # without a model, only closing is left
+            self._show(event.text)
+        else:
+            self.bar.pack_forget()
+            self._show(f"{event.text}\n\n" if event.kind == "ended" else "")
+            self._set_busy(False)
+
+    def _set_busy(self, busy: bool) -> None:
+        self.busy = busy
+        self.button.configure(text="Stop" if busy else "Ask", state="normal")
+        self.new.configure(state="disabled" if busy else "normal")
+
+    def _show(self, text: str) -> None:
+        self.shown.configure(state="normal")
+        self.shown.insert("end", text)
+        self.shown.configure(state="disabled")
+        self.shown.see("end")
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else str(demo_model())
-    with LLM(model, memory="2GiB", max_model_len=4096) as llm:
-        answers = Answers(llm)
-        run_window(answers, on_close=answers.close)
+    model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
+    root = tk.Tk()
+    Window(root, Chat(model))
+    root.mainloop()
 
 
 if __name__ == "__main__":

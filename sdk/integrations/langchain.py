@@ -40,6 +40,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from sdk import LLM, SamplingParams, StructuredOutputsParams
 from sdk.api.outputs import CompletionOutput, RequestOutput
+from sdk.integrations.schemas import closed
+from sdk.integrations.vectors import Vectors
 
 #: Fields of the chat model that are fields of ``SamplingParams``.
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")
@@ -168,8 +170,10 @@ class ChatEmbedLM(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         conversation, params, template = self._request(messages, stop, kwargs)
+        generated = 0
         for output in self.llm.stream(conversation, params, **template):
-            chunk = self._chunk(output)
+            generated += len(output.outputs[0].token_ids)
+            chunk = self._chunk(output, generated)
             if run_manager is not None:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -182,8 +186,10 @@ class ChatEmbedLM(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         conversation, params, template = self._request(messages, stop, kwargs)
+        generated = 0
         async for output in self.llm.astream(conversation, params, **template):
-            chunk = self._chunk(output)
+            generated += len(output.outputs[0].token_ids)
+            chunk = self._chunk(output, generated)
             if run_manager is not None:
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -228,8 +234,8 @@ class ChatEmbedLM(BaseChatModel):
             found.append(ChatGeneration(message=reply, generation_info=self._facts(answer)))
         return ChatResult(generations=found, llm_output={"model_name": self._model_name})
 
-    def _chunk(self, output: Any) -> ChatGenerationChunk:
-        """What is new in the answer; the last chunk has the usage too."""
+    def _chunk(self, output: Any, generated: int) -> ChatGenerationChunk:
+        """What is new in the answer; the last chunk has the usage too: ``generated`` tokens."""
         [answer] = output.outputs
         delta = answer.delta
         message = AIMessageChunk(
@@ -242,7 +248,7 @@ class ChatEmbedLM(BaseChatModel):
         )
         if output.finished:
             message.response_metadata = self._facts(answer)
-            message.usage_metadata = _usage(output, len(answer.token_ids))
+            message.usage_metadata = _usage(output, generated)
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message)
 
@@ -274,7 +280,8 @@ class ChatEmbedLM(BaseChatModel):
     ) -> Runnable[LanguageModelInput, Any]:
         """Answers as values of ``schema``: a pydantic model, a ``TypedDict`` or a JSON schema.
 
-        The answer is constrained to it while it is generated, so only an answer that
+        The answer is constrained to it while it is generated, with no keys that it does not
+        name unless it says ``additionalProperties``. So only an answer that
         ``max_tokens`` cuts off cannot be parsed. ``function_calling``: as the arguments of a call.
         ``json_mode``: any JSON object. ``strict``: answers always are.
         """
@@ -284,7 +291,7 @@ class ChatEmbedLM(BaseChatModel):
         if kwargs:
             raise ValueError(f"with_structured_output: unknown arguments {sorted(kwargs)}")
         if method == "json_schema":
-            structure = StructuredOutputsParams(json=convert_to_json_schema(schema))
+            structure = StructuredOutputsParams(json=closed(convert_to_json_schema(schema)))
         elif method == "json_mode":
             structure = StructuredOutputsParams(json_object=True)
         else:
@@ -311,7 +318,7 @@ class ChatEmbedLM(BaseChatModel):
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:
     """The tool without arguments that it does not name, which a JSON schema allows by default."""
     function = tool["function"]
-    parameters = {"additionalProperties": False, **function.get("parameters", {"type": "object"})}
+    parameters = closed({"properties": {}, **function.get("parameters", {"type": "object"})})
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
@@ -346,32 +353,23 @@ class EmbedLMEmbeddings(Embeddings):
         dimensions: int | None = None,
     ) -> None:
         self.llm = llm
-        self._query, self._document = query_prompt, document_prompt
-        self._options: dict[str, Any] = {"dimensions": dimensions, "truncate_prompt_tokens": -1}
+        self._vectors = Vectors(llm, query_prompt, document_prompt, dimensions)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """One vector for each text."""
-        return self._embed(texts, self._document)
+        return self._vectors.of_documents(texts)
 
     def embed_query(self, text: str) -> list[float]:
         """The vector of a query."""
-        return self._embed([text], self._query)[0]
+        return self._vectors.of_query(text)
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
         """:meth:`embed_documents` for an event loop."""
-        return await self._aembed(texts, self._document)
+        return await self._vectors.aof_documents(texts)
 
     async def aembed_query(self, text: str) -> list[float]:
         """:meth:`embed_query` for an event loop."""
-        return (await self._aembed([text], self._query))[0]
-
-    def _embed(self, texts: list[str], prompt: str | None) -> list[list[float]]:
-        options: dict[str, Any] = {**self._options, "prompt_name": prompt, "use_tqdm": False}
-        return [one.embedding for one in self.llm.embed(texts, **options)] if texts else []
-
-    async def _aembed(self, texts: list[str], prompt: str | None) -> list[list[float]]:
-        options: dict[str, Any] = {**self._options, "prompt_name": prompt}
-        return [one.embedding for one in await self.llm.aembed(texts, **options)] if texts else []
+        return await self._vectors.aof_query(text)
 
 
 class EmbedLMReranker(BaseDocumentCompressor):

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import sdk
 from sdk import LLM, SamplingParams
 from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
+from tests.structure.conftest import installed, wheel  # noqa: F401  (fixtures)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -84,6 +86,18 @@ def run(python: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
         return {name: Result(out) for name, out in outs.items()}
 
     return call
+
+
+@pytest.fixture(scope="session")
+def packaged(installed: Path) -> Path:  # noqa: F811
+    """A folder for ``PYTHONPATH`` with this package as a wheel has it, native module included.
+
+    In an environment it goes before the package that pip put there when the environment was made.
+    """
+    native = find_spec("sdk.kernels.cpu._native")
+    assert native is not None and native.origin is not None
+    shutil.copy(native.origin, installed / "sdk" / "kernels" / "cpu")
+    return installed
 
 
 @pytest.fixture

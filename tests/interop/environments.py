@@ -69,10 +69,13 @@ ENVIRONMENTS = {
     "clients": Environment(
         (f"openai==3.54.0 litellm langchain-openai {OLLAMA} anthropic==2.14.0",), torch=False
     ),
-    "instructor": Environment(("instructor==1.17.0",), torch=False),
+    "instructor": Environment(
+        (f"-C wheel.cmake=false {ROOT}[server,structured]", "instructor==1.17.0 pytest"),
+        torch=False,
+    ),
     "langchain": Environment(
         (
-            f"-C wheel.cmake=false -e {ROOT}[structured]",
+            f"-C wheel.cmake=false {ROOT}[structured]",
             "langchain-core==1.8.3 langchain-tests==1.1.9",
         ),
         torch=False,
@@ -80,9 +83,25 @@ ENVIRONMENTS = {
     # what takes an OpenAI client
     "frameworks": Environment(
         (
-            f"-C wheel.cmake=false -e {ROOT}[server,structured]",
+            f"-C wheel.cmake=false {ROOT}[server,structured]",
             "openai==2.54.0 pydantic-ai-slim==2.68.0 llama-index-llms-openai-like==0.8.1 "
             "haystack-ai==3.4.1 pytest",
+        ),
+        torch=False,
+    ),
+    "dspy": Environment(
+        (f"-C wheel.cmake=false {ROOT}[server,structured]", "dspy==3.4.1 pytest"), torch=False
+    ),
+    "llm": Environment(
+        (f"-C wheel.cmake=false {ROOT}[structured]", "llm==0.36 pytest"), torch=False
+    ),
+    "mcp": Environment(
+        (f"-C wheel.cmake=false {ROOT}[structured]", "mcp==2.3.0 pytest"), torch=False
+    ),
+    "constrained": Environment(
+        (
+            f"-C wheel.cmake=false {ROOT}[server,structured]",
+            "outlines==1.3.3 guidance==0.3.1 openai==2.54.0 pytest",
         ),
         torch=False,
     ),

@@ -1,50 +1,55 @@
-"""sdk/integrations where the frameworks are installed: LangChain's standard tests, and frameworks
-with openai's clients."""
+"""sdk/integrations where the frameworks are installed, each in an environment of its own.
+
+The drivers are tests of pytest, which run there on the package as a wheel has it.
+"""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.interop.conftest import HERE, ROOT, surroundings
 
+#: Environment and driver.
+DRIVERS = [
+    ("langchain", "langchain_standard"),
+    ("frameworks", "frameworks"),
+    ("frameworks", "components"),
+    ("dspy", "dspy_programs"),
+    ("llm", "llm_plugin"),
+    ("mcp", "mcp_tools"),
+]
 
-@pytest.mark.parametrize(
-    ("environment", "driver"), [("langchain", "langchain_standard"), ("frameworks", "frameworks")]
-)
+
+@pytest.mark.parametrize(("environment", "driver"), DRIVERS)
 def test_frameworks_run_on_a_model_in_their_process(
     python: Callable[[str], Path],
+    packaged: Path,
     environment: str,
     driver: str,
     smollm2: Path,
     minilm: Path,
     tmp_path: Path,
 ) -> None:
-    interpreter = python(environment)
-    [packages] = (interpreter.parents[1] / "lib").glob("python3*/site-packages")
-    own = packages / "sdk" / "kernels" / "cpu"  # the kernels are those of this environment
-    own.mkdir(parents=True, exist_ok=True)
-    native = find_spec("sdk.kernels.cpu._native")
-    assert native is not None and native.origin is not None
-    shutil.copy(native.origin, own)
+    drivers = HERE / "drivers"
     given = {
+        "PYTHONPATH": f"{packaged}:{drivers}",
         "CHAT_MODEL": str(smollm2),
         "EMBEDDING_MODEL": str(minilm),
         "PAGE": str(ROOT / "docs" / "guides" / "frameworks.md"),
     }
     options = ["-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    options += ["--noconftest"]
     done = subprocess.run(
-        [str(interpreter), "-m", "pytest", *options, str(HERE / "drivers" / f"{driver}.py")],
+        [str(python(environment)), "-m", "pytest", *options, str(drivers / f"{driver}.py")],
         cwd=tmp_path,
         env={**surroundings(), **given},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        pytest.fail(done.stdout[-6000:])
+        pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])
     assert " passed" in done.stdout

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import pytest
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.utils import Secret
+from pages import run_section
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -45,7 +44,7 @@ def ended(llm: FakeLLM) -> bool:
 
 def loops() -> int:
     """Threads with event loops of clients."""
-    return sum(one.name == "sdk-openai" for one in threading.enumerate())
+    return sum(one.name == "sdk-in-process" for one in threading.enumerate())
 
 
 def test_streams_come_piece_by_piece_and_closing_one_ends_its_request(llm: FakeLLM) -> None:
@@ -117,11 +116,4 @@ def test_haystack_generates(llm: FakeLLM) -> None:
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Path(os.environ["PAGE"]).read_text(encoding="utf-8")
-    section = text.split("## Frameworks with an OpenAI client")[1].split("\n## ")[0]
-    (tmp_path / "model.gguf").symlink_to(os.environ["CHAT_MODEL"])
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "frameworks.md", "exec"), {})
+    run_section("## Frameworks with an OpenAI client", 2, tmp_path, monkeypatch)

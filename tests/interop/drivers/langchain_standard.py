@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from pages import run_section
 from pydantic import BaseModel, ValidationError
 
 from sdk import LLM, RequestError
@@ -94,6 +94,25 @@ def test_streams_calls_in_pieces_that_add_up(scripted: FakeLLM) -> None:
     assert total.response_metadata["finish_reason"] in ("stop", "tool_calls")
 
 
+def test_a_stream_counts_all_tokens_of_its_answer() -> None:
+    model = ChatEmbedLM(llm=CHAT, temperature=0, max_tokens=24)
+    total = None
+    for chunk in model.stream("Name three rivers."):
+        total = chunk if total is None else total + chunk
+    whole = model.invoke("Name three rivers.")
+    assert isinstance(total, AIMessage) and isinstance(whole, AIMessage)
+    assert total.usage_metadata is not None and whole.usage_metadata is not None
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        assert total.usage_metadata[name] == whole.usage_metadata[name]
+
+
+def test_an_object_has_no_keys_that_its_schema_does_not_name() -> None:
+    model = ChatEmbedLM(llm=CHAT, temperature=0, max_tokens=200)
+    schema = {"title": "City", "type": "object", "properties": {"name": {"type": "string"}}}
+    found = model.with_structured_output(schema).invoke("Tell me all about Paris.")
+    assert set(found) <= {"name"}
+
+
 def test_answers_are_values_of_a_schema() -> None:
     model = ChatEmbedLM(llm=CHAT, temperature=0, max_tokens=64)
     for method in ("json_schema", "function_calling"):
@@ -145,12 +164,4 @@ def test_documents_are_ranked() -> None:
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Path(os.environ["PAGE"]).read_text(encoding="utf-8")
-    section = text.split("## LangChain")[1].split("\n## ")[0]
-    (tmp_path / "model.gguf").symlink_to(os.environ["CHAT_MODEL"])
-    (tmp_path / "all-MiniLM-L6-v2").symlink_to(os.environ["EMBEDDING_MODEL"])
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "frameworks.md", "exec"), {})
+    run_section("## LangChain", 2, tmp_path, monkeypatch)
