@@ -38,7 +38,8 @@ class OperatorTime:
     """An operator and the seconds of all threads together that it took.
 
     ``rows``: its row-wise part, which for a product quantizes activations; ``tiles``: the rest.
-    ``over``: what it runs over. ``weight``: of a product.
+    ``over``: what it runs over. ``weight``: of a product; with ``parts`` above 1 that of the first
+    expert or head, of which a row is multiplied by ``per``.
     """
 
     kind: OpKind
@@ -46,6 +47,8 @@ class OperatorTime:
     weight: WeightView | None
     rows: float
     tiles: float
+    parts: int = 1
+    per: int = 1
 
 
 @dataclass(frozen=True, slots=True)

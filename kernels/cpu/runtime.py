@@ -13,6 +13,8 @@ import numpy as np
 from sdk.kernels.cpu.library import (
     LEVELS,
     Count,
+    ExpertsArgs,
+    HeadsArgs,
     LinearArgs,
     OpKind,
     WeightView,
@@ -153,8 +155,8 @@ class Program:
         self._parts: list[tuple[int, Callable[..., object], Count, list[tuple[Tensor, int]]]] = []
         #: The native operators after the last call.
         self._handle = self._native()
-        #: By handle: kind, what it runs over, and the address of its weight, if it is a product.
-        self._operators: dict[int, list[tuple[OpKind, Count, int | None]]] = {self._handle: []}
+        #: By handle: kind, what it runs over, and its weights, if it is a product.
+        self._operators: dict[int, list[tuple[OpKind, Count, _Weights]]] = {self._handle: []}
 
     def _native(self) -> int:
         library = self._runtime.library
@@ -178,8 +180,7 @@ class Program:
         per = self._rows_per(count, rows, kind.name)
         add = self._runtime.library.embedlm_program_add
         check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
-        weight = args.w if isinstance(args, LinearArgs) else None
-        self._operators[self._handle].append((kind, count, weight))
+        self._operators[self._handle].append((kind, count, _weights_of(args)))
 
     def add_call(
         self, function: Callable[..., object], tensors: Sequence[Tensor], what: str
@@ -236,10 +237,10 @@ class Program:
         for handle, operators in self._operators.items():
             out = (c_int64 * (2 * len(operators) + 2))()
             self._runtime.library.embedlm_program_times(self._runtime.handle, handle, out)
-            for i, (kind, over, weight) in enumerate(operators):
+            for i, (kind, over, (weight, parts, per)) in enumerate(operators):
                 view = None if weight is None else WeightView.from_address(weight)
                 rows, tiles = out[2 * i] / 1e9, out[2 * i + 1] / 1e9
-                found.append(OperatorTime(kind, over, view, rows, tiles))
+                found.append(OperatorTime(kind, over, view, rows, tiles, parts, per))
             seconds += out[2 * len(operators)] / 1e9
             runs = max(runs, out[2 * len(operators) + 1])
         return ProgramTimes(found, seconds, runs)
@@ -252,6 +253,18 @@ class Program:
                     check(status, "step")
                 if rows := counts[count]:  # without rows there is nothing to do, on any rank
                     function(*(x[: rows * per] for x, per in tensors))
+
+
+#: The address of a product's first weight, the number of its weights, and of those of one row.
+_Weights = tuple[int | None, int, int]
+
+
+def _weights_of(args: Structure) -> _Weights:
+    if isinstance(args, ExpertsArgs):
+        return args.each.w, args.count, args.k
+    if isinstance(args, HeadsArgs):
+        return args.each.w, args.count, args.count
+    return (args.w if isinstance(args, LinearArgs) else None), 1, 1
 
 
 def unowned(x: Tensor) -> Tensor:

@@ -100,6 +100,10 @@ class Work:
     kv_numbers: int
 
 
+#: Embeddings for each layer (Gemma 3n, Gemma 4), of which a token reads one row.
+_TABLES_OF_LAYERS = ("per_layer_token_embd", "embed_tokens_per_layer")
+
+
 def work_of(model: str) -> Work:
     """The work per token, from the headers alone.
 
@@ -120,15 +124,17 @@ def work_of(model: str) -> Work:
     count = config.get("num_experts") or config.get("num_local_experts") or 1
     idle = 1 - config["num_experts_per_tok"] / count if experts else 0.0
     idle_bytes = int(idle * sum(entry.nbytes for entry in experts))
-    layers = sum(parts[part].parameters for part in ("attention", "mlp") if part in parts)
+    layers = sum(parts[part].parameters for part in ("attention", "mlp", "other") if part in parts)
     layers -= int(idle * sum(entry.num_elements for entry in experts))
     head = parts.get("head", parts["embeddings"])
-    skipped = parts["embeddings"].nbytes if "head" in parts else 0
+    by_row = [e for e in entries if e.name.split(".")[-2] in _TABLES_OF_LAYERS]
+    skipped = parts["embeddings"].nbytes if "head" in parts else sum(e.nbytes for e in by_row)
+    of_tables = 0 if "head" in parts else sum(e.num_elements for e in by_row)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return Work(
         bytes_per_token=sum(part.nbytes for part in parts.values()) - skipped - idle_bytes,
         prompt_weights=layers,
-        decode_weights=layers + head.parameters,
+        decode_weights=layers + head.parameters - of_tables,
         kv_numbers=2 * config["num_hidden_layers"] * heads * size,
     )

@@ -29,8 +29,15 @@ if TYPE_CHECKING:
     from sdk.llm import LLM
 
 PRODUCTS, HEAD, ATTENTION, QUANTIZE = "products", "head", "attention", "quantize"
+RECURRENCE = "recurrence"
 _NAMES = {
     OpKind.ATTENTION: ATTENTION,
+    OpKind.DELTA: RECURRENCE,
+    OpKind.SPACE: RECURRENCE,
+    OpKind.CONV: "convolution",
+    OpKind.ROUTE: "routing",
+    OpKind.GROUP: "routing",
+    OpKind.COMBINE: "routing",
     OpKind.NORM: "norms",
     OpKind.ACTIVATION: "activation",
     OpKind.ROPE: "rope, KV writes",
@@ -38,7 +45,7 @@ _NAMES = {
     OpKind.RECODE: "rope, KV writes",
     OpKind.SAMPLE: "sampling",
 }
-_MULTIPLY = (OpKind.LINEAR, OpKind.EXPERTS)
+_MULTIPLY = (OpKind.LINEAR, OpKind.EXPERTS, OpKind.HEADS)
 
 
 @dataclass(slots=True)
@@ -53,17 +60,21 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What all runs of a program processed: runs, tokens, output rows, and tokens that attentions
-    read the keys and values of."""
+    """What all runs of a program processed: runs, tokens, output rows, tokens that attentions read
+    the keys and values of, and recurrent states that were read and written."""
 
     runs: int
     tokens: int
     outputs: int
     attended: float
+    states: int
 
 
-def phases_of(times: ProgramTimes, rows: Rows, kv_bytes: float) -> dict[str, Phase]:
-    """The phases of some runs. ``kv_bytes``: of the keys and values of a token."""
+def phases_of(
+    times: ProgramTimes, rows: Rows, kv_bytes: float, state_bytes: int
+) -> dict[str, Phase]:
+    """The phases of some runs. ``kv_bytes``: of the keys and values of a token; ``state_bytes``: of
+    the recurrent states of a request."""
     found: dict[str, Phase] = {}
     for operator in times.operators:
         if operator.kind in _MULTIPLY:
@@ -74,7 +85,10 @@ def phases_of(times: ProgramTimes, rows: Rows, kv_bytes: float) -> dict[str, Pha
         else:
             phase = found.setdefault(_NAMES.get(operator.kind, "other"), Phase())
             phase.seconds += operator.rows + operator.tiles
-    found[ATTENTION].nbytes = rows.attended * kv_bytes
+    if ATTENTION in found:
+        found[ATTENTION].nbytes = rows.attended * kv_bytes
+    if RECURRENCE in found:
+        found[RECURRENCE].nbytes = 2.0 * rows.states * state_bytes
     return found
 
 
@@ -82,9 +96,18 @@ def _add_product(phase: Phase, operator: OperatorTime, rows: Rows, multiplied: i
     phase.seconds += operator.tiles
     if operator.weight is not None:
         w = operator.weight
-        phase.nbytes += rows.runs * weight_bytes(w)
+        used = _used(operator, multiplied / rows.runs)
+        phase.nbytes += rows.runs * used * weight_bytes(w)
         if not w.dense:  # the entries of a table have 8 bits
-            phase.operations[8 if w.table else w.bits] += 2 * multiplied * w.n * w.k
+            operations = 2 * multiplied * operator.per * w.n * w.k
+            phase.operations[8 if w.table else w.bits] += operations
+
+
+def _used(operator: OperatorTime, tokens: float) -> float:
+    """How many of a product's weights a run with that many tokens reads: of experts those that are
+    expected if every token chooses at random."""
+    left: float = (1 - operator.per / operator.parts) ** tokens
+    return operator.parts * (1 - left)
 
 
 def measure_phases(settings: Settings) -> list[Result]:
@@ -165,13 +188,13 @@ def _sample(settings: Settings, llm: LLM, load: Load) -> Mapping[str, Mapping[st
         context = len(load.prompts[0]) + load.output_len / 2
         windows = [min(context, w or context) for w in llm.model_config.sliding_windows]
         attended = runs * count * sum(windows) / len(windows)
-        rows = Rows(runs, runs * count, runs * count, attended)
+        rows = Rows(runs, runs * count, runs * count, attended, runs * count)
     else:  # a chunk of a prompt reads the keys of the chunks before it: few bytes, many operations
         times, seconds, runs = prompt, sample["prefill_s"], 1
-        rows = Rows(times.runs, load.prompt_tokens, count, 0.0)
+        rows = Rows(times.runs, load.prompt_tokens, count, 0.0, times.runs)
     bandwidth = read_bandwidth(settings.threads, seconds=0.2, tries=1)
     found: dict[str, dict[str, float]] = {}
-    phases = phases_of(times, rows, kv_bytes)
+    phases = phases_of(times, rows, kv_bytes, plan.states.slot_bytes if plan.states else 0)
     busy = sum(phase.seconds for phase in phases.values())
     phases["waiting"] = Phase(settings.threads * times.seconds - busy)
     phases["Python"] = Phase(settings.threads * (seconds - times.seconds))

@@ -35,11 +35,12 @@ def cached_file(name: str, shape: RealShape, folder: Path | None = None) -> Path
     :raises RequestError: there is too little room for it.
     """
     folder = folder or cache_folder() / "bench"
-    path = folder / f"{name}.{digest(shape)}.Q4_K_M.gguf"
+    path = folder / f"{name}.{digest(shape)}.{shape.mixture.upper()}.gguf"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(nbytes(tensor) for tensor in shape.tensors()), shutil.disk_usage(folder).free
+    needed = sum(nbytes(tensor, shape.mixture) for tensor in shape.tensors())
+    free = shutil.disk_usage(folder).free
     if free < needed + (64 << 20):
         raise RequestError(
             f"{name}: expected {format_bytes(needed)} of free space in {folder}, found "
@@ -54,13 +55,13 @@ def cached_file(name: str, shape: RealShape, folder: Path | None = None) -> Path
     return path
 
 
-def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor in the file."""
-    return math.prod(tensor.shape[:-1]) * _row_bytes(tensor)
+def nbytes(tensor: Tensor, mixture: str) -> int:
+    """Bytes of a tensor in a file of that mixture of types."""
+    return math.prod(tensor.shape[:-1]) * _row_bytes(tensor, mixture)
 
 
-def _row_bytes(tensor: Tensor) -> int:
-    columns, kind = tensor.shape[-1], tensor.type
+def _row_bytes(tensor: Tensor, mixture: str) -> int:
+    columns, kind = tensor.shape[-1], tensor.type(mixture)
     if kind in ("f16", "f32"):
         return columns * (2 if kind == "f16" else 4)
     block = BLOCK_TYPES[kind]
@@ -75,19 +76,22 @@ def write_shape(path: Path, name: str, shape: RealShape) -> None:
     writer.add_name(name)
     for key, value in shape.metadata().items():
         _add(writer, f"{shape.architecture}.{key}", value)
-    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_K_M))
+    mixture = shape.mixture
+    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{mixture.upper()}"]))
     writer.add_tokenizer_model("no_vocab")
     for tensor in shape.tensors():
-        kind = gguf.GGMLQuantizationType[tensor.type.upper()]
+        own, size = tensor.type(mixture), nbytes(tensor, mixture)
+        kind = gguf.GGMLQuantizationType[own.upper()]
         # of blocks gguf wants the bytes of a row, and computes its numbers
-        rows = tensor.shape if tensor.type in ("f16", "f32") else _bytes_shape(tensor)
-        dtype = {"f16": np.float16, "f32": np.float32}.get(tensor.type, np.uint8)
-        writer.add_tensor_info(tensor.name, rows, np.dtype(dtype), nbytes(tensor), kind)
+        blocks = (*tensor.shape[:-1], _row_bytes(tensor, mixture))
+        rows = tensor.shape if own in ("f16", "f32") else blocks
+        dtype = {"f16": np.float16, "f32": np.float32}.get(own, np.uint8)
+        writer.add_tensor_info(tensor.name, rows, np.dtype(dtype), size, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    source = Blocks()
+    source = Blocks(mixture)
     with path.open("r+b") as out:
         out.seek(0, os.SEEK_END)
         for tensor in shape.tensors():
@@ -95,10 +99,6 @@ def write_shape(path: Path, name: str, shape: RealShape) -> None:
             for part in source.data(tensor):
                 out.write(part.data)
         out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-
-
-def _bytes_shape(tensor: Tensor) -> tuple[int, ...]:
-    return (*tensor.shape[:-1], _row_bytes(tensor))
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -113,24 +113,26 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 class Blocks:
-    """Random contents of tensors."""
+    """Random contents of tensors of a file in a mixture of types."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixture: str) -> None:
+        self._mixture = mixture
         self._draw = np.random.default_rng(1)
         self._banks: dict[tuple[str, int], NDArray[np.uint8]] = {}
 
     def data(self, tensor: Tensor) -> Iterator[NDArray[Any]]:
         """The bytes of a tensor, in parts."""
-        if tensor.type == "f32":
+        kind = tensor.type(self._mixture)
+        if kind == "f32":
             yield self._values(tensor).astype("<f4")
             return
-        if tensor.type == "f16":
+        if kind == "f16":
             spread = tensor.shape[-1] ** -0.5
             yield (self._draw.standard_normal(tensor.shape, np.float32) * spread).astype("<f2")
             return
         wide = tensor.part.startswith("wide:")
-        bank = self._bank(tensor.type, 1 if wide else tensor.shape[-1])
-        left, most = nbytes(tensor) // bank.shape[1], _PIECE // bank.shape[1]
+        bank = self._bank(kind, 1 if wide else tensor.shape[-1])
+        left, most = nbytes(tensor, self._mixture) // bank.shape[1], _PIECE // bank.shape[1]
         while left:
             count = min(left, most)
             yield bank[self._draw.integers(0, len(bank), count)]
@@ -167,6 +169,27 @@ class Blocks:
 
         block = BLOCK_TYPES[kind]
         numbers = self._draw.standard_normal((_BANK, block.elements), np.float32) * spread
+        if kind == "iq4_xs":
+            return _iq4_xs(numbers)
         make = k_blocks if kind in K_QUANTS else one_scale_blocks
         data: NDArray[np.uint8] = make(torch.from_numpy(numbers), kind).data.numpy()
         return data.reshape(_BANK, block.nbytes)
+
+
+def _iq4_xs(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Blocks of IQ4_XS, ``[n, 136]``: IQ4_NL's scales for 32 numbers, rounded to 6 bits."""
+    from sdk.quant.methods.block_search import nearest
+    from sdk.quant.methods.gguf_blocks import half, halves, nibbles, one_scale_steps
+
+    groups = numbers.reshape(-1, 8, 32)
+    scales = one_scale_steps(numbers.reshape(-1, 32), "iq4_nl", None).scale.reshape(-1, 8)
+    d = half(np.abs(scales).max(1, keepdims=True) / 31)
+    small = np.rint(scales / d).clip(-32, 31)
+    table = np.array(BLOCK_TYPES["iq4_xs"].table, np.float32)
+    codes = nearest(groups / (d * np.where(small == 0, 1, small))[:, :, None], table)
+    stored = (small + 32).astype(np.uint8)
+    high = (stored.astype(np.uint16) >> 4 << 2 * np.arange(8, dtype=np.uint16)).sum(1)
+    low = (stored[:, ::2] & 15) | (stored[:, 1::2] & 15) << 4
+    packed = nibbles(codes.reshape(-1, 32)).reshape(len(groups), -1)
+    parts = (halves(d), high.astype("<u2")[:, None].view(np.uint8), low, packed)
+    return np.concatenate(parts, 1)

@@ -1,9 +1,10 @@
 """Random GGUF files with the shapes of published models, whose weights need not be downloaded.
 
-Names of tensors, metadata and the mixture of types (Q4_K_M) are those of llama.cpp's converter and
-quantizer, so that other engines open the files too. A matrix consists of blocks that were quantized
-from normal numbers of variance 1 / columns, drawn from a small bank for each type and width. There
-is no vocabulary. Sizes are those of the published configs, as far as known here.
+Names of tensors, metadata and the mixture of types (Q4_K_M if no other is named) are those of
+llama.cpp's converter and quantizer, so that other engines open the files too. A matrix consists of
+blocks that were quantized from normal numbers of variance 1 / columns, drawn from a small bank for
+each type and width. There is no vocabulary. Sizes are those of the published configs, as far as
+known here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-_MIXTURE = "q4_k_m"
+#: The mixture of types of a file, unless its shape names another.
+_USUAL = "q4_k_m"
 
 
 class Tensor(NamedTuple):
@@ -28,9 +30,8 @@ class Tensor(NamedTuple):
     at: int = 0
     of: int = 1
 
-    @property
-    def type(self) -> str:
-        """The name of its block type, ``f16`` or ``f32``."""
+    def type(self, mixture: str = _USUAL) -> str:
+        """The name of its block type, ``f16`` or ``f32``, in a file of that mixture."""
         if self.part == "f16":
             return "f16"
         if self.part in VALUES:
@@ -38,7 +39,18 @@ class Tensor(NamedTuple):
         from sdk.quant.methods.gguf_mixtures import tensor_type  # imports numpy
 
         part = self.part.removeprefix("wide:")
-        return tensor_type(_MIXTURE, part, self.at, self.of, self.shape[-1])
+        if mixture == "iq4_xs":
+            return _iq4_xs(part, self.at, self.of)
+        part += "_exps" if "_exps." in self.name else ""
+        return tensor_type(mixture, part, self.at, self.of, self.shape[-1])
+
+
+def _iq4_xs(part: str, layer: int, layers: int) -> str:
+    """llama.cpp's mixture of that name, where a key head serves at least four query heads."""
+    if part == "output":
+        return "q6_k"
+    more = part == "attn_v" or (part == "ffn_down" and layer < layers // 8)
+    return "q5_k" if more else "iq4_xs"
 
 
 #: Kinds of float32 values. ``normal``: with the variance of a matrix; ``taps``: the same, of a
@@ -48,10 +60,14 @@ VALUES = ("ones", "normal", "taps", "decays", "steps", "rope", "skewed")
 
 
 class RealShape(Protocol):
-    """``metadata``: without the name of the ``architecture``, which comes before each key."""
+    """``metadata``: without the name of the ``architecture``, which comes before each key.
+    ``mixture``: of types, as in :mod:`sdk.quant.methods.gguf_mixtures`."""
 
     @property
     def architecture(self) -> str: ...
+
+    @property
+    def mixture(self) -> str: ...
 
     def metadata(self) -> dict[str, Any]: ...
 
@@ -59,7 +75,7 @@ class RealShape(Protocol):
 
 
 def digest(shape: RealShape) -> str:
-    """Changes with everything that is written."""
+    """Changes with everything that is written in one mixture of types."""
     text = repr((sorted(shape.metadata().items()), list(shape.tensors())))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -117,6 +133,38 @@ def _common(shape: Any, width: Any, heads_kv: Any, theta: float) -> dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """Llama 3: every layer has attention and an MLP."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int = 128
+    vocab: int = 128256
+    architecture: str = "llama"
+    mixture: str = _USUAL
+
+    def metadata(self) -> dict[str, Any]:
+        found = _common(self, self.mlp, self.kv_heads, 5e5)
+        return {**found, "rope.dimension_count": self.head_dim}
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from _ends(self.vocab, self.hidden, tied=False)
+        hidden, keys = self.hidden, self.kv_heads * self.head_dim
+        for i in range(self.layers):
+            block = _Block(i, self.layers)
+            yield block.norm("attn_norm", hidden)
+            yield block.matrix("attn_q", self.heads * self.head_dim, hidden)
+            yield block.matrix("attn_k", keys, hidden)
+            yield block.value("attn_v", (keys, hidden), i, self.layers)
+            yield block.matrix("attn_output", hidden, self.heads * self.head_dim)
+            yield block.norm("ffn_norm", hidden)
+            yield from block.mlp(hidden, self.mlp)
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNet:
     """Qwen3.5: three of four layers are gated delta nets, with ``k_heads`` and ``v_heads`` of
     ``state`` features each."""
@@ -134,6 +182,7 @@ class DeltaNet:
     kernel: int = 4
     every: int = 4
     architecture: str = "qwen35"
+    mixture: str = _USUAL
 
     def metadata(self) -> dict[str, Any]:
         turned = self.head_dim // 4
@@ -195,6 +244,7 @@ class ShortConvolutions:
     vocab: int = 65536
     kernel: int = 3
     architecture: str = "lfm2"
+    mixture: str = _USUAL
 
     def metadata(self) -> dict[str, Any]:
         each = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
@@ -243,6 +293,7 @@ class StateSpaces:
     head_dim: int = 128
     vocab: int = 100352
     architecture: str = "granitehybrid"
+    mixture: str = _USUAL
 
     def metadata(self) -> dict[str, Any]:
         each = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
@@ -309,6 +360,7 @@ class TwoGeometries:
     window: int = 512
     vocab: int = 262144
     architecture: str = "gemma4"
+    mixture: str = _USUAL
 
     def _slides(self, layer: int) -> bool:
         return (layer + 1) % self.every != 0
@@ -379,6 +431,7 @@ class Latent:
     value: int = 128
     vocab: int = 102400
     architecture: str = "deepseek2"
+    mixture: str = _USUAL
 
     def metadata(self) -> dict[str, Any]:
         return {
@@ -436,6 +489,7 @@ class Experts:
     vocab: int = 151936
     skewed: bool = False
     architecture: str = "qwen3moe"
+    mixture: str = _USUAL
 
     def metadata(self) -> dict[str, Any]:
         return {
@@ -467,13 +521,19 @@ class Experts:
             yield from block.mlp(hidden, self.expert, "_exps", self.experts)
 
 
-def _a3b(layers: int, *, skewed: bool = False) -> Experts:
-    return Experts(2048, layers, 32, 4, expert=768, experts=128, used=8, skewed=skewed)
+def _8b(layers: int, mixture: str = _USUAL) -> Dense:
+    return Dense(4096, layers, 32, 8, 14336, mixture=mixture)
+
+
+def _a3b(layers: int, *, skewed: bool = False, mixture: str = _USUAL) -> Experts:
+    return Experts(
+        2048, layers, 32, 4, expert=768, experts=128, used=8, skewed=skewed, mixture=mixture
+    )
 
 
 #: By name of the bench's model. LLaMA.cpp takes a model of 27 layers for DeepSeek V2 Lite; with all
 #: of its 64 experts the file would be 10 GB. ``random-30b-a3b`` is 18 GB, or 2.7 GB with 6 layers
-#: of its 48.
+#: of its 48. The 8B has 8 of its 32 layers in other mixtures of types.
 REAL_SHAPES: Mapping[str, RealShape] = {
     "random-qwen3.5-0.8b": DeltaNet(1024, 24, 8, 2, 3584, v_heads=16),
     "random-qwen3.5-4b": DeltaNet(2560, 32, 16, 4, 9216, v_heads=32),
@@ -494,6 +554,12 @@ REAL_SHAPES: Mapping[str, RealShape] = {
     "random-30b-a3b": _a3b(48),
     "random-30b-a3b-6": _a3b(6),
     "random-30b-a3b-6-skewed": _a3b(6, skewed=True),
+    "random-30b-a3b-6-mxfp4": _a3b(6, mixture="mxfp4_moe"),
+    "random-8b": _8b(32),
+    "random-8b-8": _8b(8),
+    "random-8b-8-q4_0": _8b(8, "q4_0"),
+    "random-8b-8-q8_0": _8b(8, "q8_0"),
+    "random-8b-8-iq4_xs": _8b(8, "iq4_xs"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import pytest
 
 from sdk import LLM, RequestError, SamplingParams, UnsupportedError
 from sdk.bench import models, random_blocks
+from sdk.bench.phases import Phase, Rows, phases_of
 from sdk.bench.random_blocks import cached_file, nbytes, write_shape
 from sdk.bench.real_shapes import (
     REAL_SHAPES,
     DeltaNet,
+    Dense,
     Experts,
     Latent,
     RealShape,
@@ -28,6 +31,9 @@ from sdk.bench.real_shapes import (
     digest,
     num_weights,
 )
+from sdk.cli import main
+from sdk.kernels.cpu.library import Count, OpKind, WeightView
+from sdk.kernels.cpu.operator_times import OperatorTime, ProgramTimes
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.models.architecture import gguf_names
@@ -54,7 +60,12 @@ TINY: dict[str, RealShape] = {
     "qwen3moe": Experts(
         256, 4, 2, 1, expert=256, experts=8, used=2, head_dim=64, vocab=320, skewed=True
     ),
+    "qwen3moe-mxfp4": Experts(
+        256, 2, 2, 1, expert=256, experts=4, used=2, head_dim=64, vocab=320, mixture="mxfp4_moe"
+    ),
     "deepseek2": Latent(256, 27, 2, 320, 96, 4, 2, 2, 256, 16, 32, 32, 320),
+    "llama": Dense(256, 2, 4, 1, 512, head_dim=64, vocab=320),
+    "llama-iq4_xs": Dense(256, 8, 4, 1, 512, head_dim=64, vocab=320, mixture="iq4_xs"),
 }
 
 
@@ -77,17 +88,26 @@ SIZES = {
     "random-30b-a3b": Published(30.532, 18.551),
     "random-30b-a3b-6": Published(4.361, 2.643),
     "random-30b-a3b-6-skewed": Published(4.361, 2.643),
+    "random-30b-a3b-6-mxfp4": Published(4.361, 2.713),
+    "random-8b": Published(8.030, 4.913),
+    "random-8b-8": Published(2.796, 1.773),
+    "random-8b-8-q4_0": Published(2.796, 1.708),
+    "random-8b-8-q8_0": Published(2.796, 2.971),
+    "random-8b-8-iq4_xs": Published(2.796, 1.652),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_model_has_as_many_weights_as_the_published_one(name: str) -> None:
     shape = REAL_SHAPES[name]
-    stored = sum(nbytes(tensor) for tensor in shape.tensors())
+    stored = sum(nbytes(tensor, shape.mixture) for tensor in shape.tensors())
     assert num_weights(shape) / 1e9 == pytest.approx(SIZES[name].weights, rel=1e-3)
     assert stored / 1e9 == pytest.approx(SIZES[name].file, rel=1e-3)
-    types = Counter(tensor.type for tensor in shape.tensors())
-    assert types["q4_k"] > types["q6_k"] + types["q8_0"] > 0
+    types = Counter(tensor.type(shape.mixture) for tensor in shape.tensors())
+    if shape.mixture == "q4_k_m":
+        assert types["q4_k"] > types["q6_k"] + types["q8_0"] > 0
+    else:
+        assert types[shape.mixture.removesuffix("_moe")] > 0
     assert list(SIZES) == list(REAL_SHAPES)
 
 
@@ -106,8 +126,9 @@ def test_a_file_has_the_tensors_of_its_shape(tiny: tuple[RealShape, Path], tmp_p
     assert set(file.tensors) == set(wanted)
     for name, tensor in wanted.items():
         stored = file.tensors[name]
-        assert (stored.shape, stored.type.name.lower()) == (tensor.shape, tensor.type)
-        if tensor.type in ("f16", "f32"):
+        kind = tensor.type(shape.mixture)
+        assert (stored.shape, stored.type.name.lower()) == (tensor.shape, kind)
+        if kind in ("f16", "f32"):
             continue
         layout = decode_matrix(
             stored.type, file.data(name).reshape(-1, _row(stored)), stored.shape[-1], name
@@ -136,6 +157,61 @@ def test_a_file_runs_or_its_architecture_is_refused_by_name(tiny: tuple[RealShap
     with LLM(path, max_model_len=64, num_threads=1, skip_tokenizer_init=True) as llm:
         [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_a_token_reads_one_row_of_the_tables_of_its_layers(tmp_path: Path) -> None:
+    shape = TINY["gemma4"]
+    path = tmp_path / "m.gguf"
+    write_shape(path, "tiny", shape)
+    found = {tensor.name: nbytes(tensor, shape.mixture) for tensor in shape.tensors()}
+    work = models.work_of(str(path))
+    assert work.bytes_per_token == sum(found.values()) - found["per_layer_token_embd.weight"]
+    head = next(t for t in shape.tensors() if t.name == "token_embd.weight")
+    assert work.decode_weights - work.prompt_weights == np.prod(head.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("qwen35", {"recurrence", "convolution"}),
+        ("granitehybrid", {"recurrence", "convolution", "routing"}),
+        ("deepseek2", {"routing"}),
+    ],
+)
+def test_phases_name_recurrences_and_experts(
+    name: str, phases: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_shape(path, "tiny", TINY[name])
+    argv = ["bench", str(path), "--threads", "1", "--rounds", "1", "--suite", "phases"]
+    argv += ["--streams", "1", "--prompt-len", "24", "--output-len", "4", "--json", "-"]
+    assert main(argv) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["phases"]
+    decoding = {row["phase"]: row["median"] for row in rows if row["load"] == "1 requests"}
+    assert phases <= decoding.keys()
+    assert all(decoding[phase]["us"] > 0 for phase in phases)
+    assert ("recurrence" in phases) == ("memory_us" in decoding.get("recurrence", {}))
+
+
+def test_products_read_the_experts_and_heads_that_tokens_use() -> None:
+    weight = WeightView(n=32, k=64, row_blocks=2, k_blocks=2, bits=4)
+    kinds = {
+        "one": OperatorTime(OpKind.LINEAR, Count.TOKENS, weight, 0.0, 1.0),
+        "experts": OperatorTime(OpKind.EXPERTS, Count.TOKENS, weight, 0.0, 1.0, parts=8, per=2),
+        "heads": OperatorTime(OpKind.HEADS, Count.TOKENS, weight, 0.0, 1.0, parts=3, per=3),
+    }
+
+    def products(name: str, tokens: int) -> Phase:
+        times = ProgramTimes([kinds[name]], 1.0, 1)
+        return phases_of(times, Rows(1, tokens, 1, 0.0, 1), 0.0, 0)["products"]
+
+    one = products("one", 1)
+    assert products("experts", 1).nbytes == pytest.approx(2 * one.nbytes)
+    assert products("experts", 4).nbytes == pytest.approx(8 * (1 - 0.75**4) * one.nbytes)
+    assert products("experts", 500).nbytes == pytest.approx(8 * one.nbytes)
+    assert products("heads", 1).nbytes == products("heads", 9).nbytes == 3 * one.nbytes
+    assert products("experts", 5).operations[4] == 10 * one.operations[4]
+    assert products("heads", 5).operations[4] == 15 * one.operations[4]
 
 
 # -- where files are kept ----------------------------------------------------------------------
