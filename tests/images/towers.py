@@ -181,10 +181,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     for engine, times in found.items():
         if times:
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
-            rate = patches(options.tower) / wall
-            print(
-                f"{engine.partition('=')[0]:14} {rate:8.0f} patches/s  {wall:.3f} s, CPU {cpu:.3f} s"
-            )
+            rate, kind = patches(options.tower) / wall, engine.partition("=")[0]
+            print(f"{kind:14} {rate:8.0f} patches/s  {wall:.3f} s, CPU {cpu:.3f} s")
 
 
 def main() -> None:
