@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sdk.models.vision.config import VisionConfig
-from sdk.models.vision.sequences import PAGE_SIZE
+from sdk.models.vision.sequences import PAGE_SIZE, value_room
 from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
 
 #: What is float32 in memory, whatever the file has.
@@ -34,7 +34,7 @@ def workspace_bytes(config: VisionConfig, patches: int) -> int:
     tokens = -(-patches // config.merge**2)
     # Windows at the edges are smaller, and begin a page of their own.
     rows = patches + (patches // 2 if config.window else 0) + PAGE_SIZE
-    pages = 2 * heads * rows
+    pages = c.num_heads * (c.head_dim + value_room(c.head_dim)) * rows
     embedded = patches * (2 * pixels + pixels // 4 + 3 * width)
     attention = patches * (4 * heads + 4 * width)
     mlp = patches * (3 * c.intermediate_size + 5 * width)

@@ -16,6 +16,13 @@ from sdk.kernels.ops import Ops
 #: Attention over 1,024 patches takes as long with pages of 64 as with larger ones, and 5 % longer
 #: with pages of 16.
 PAGE_SIZE, SHORT = 64, 16
+#: On a CPU a value has room for whole vectors of this many numbers, so that it is read where it is.
+_VECTOR = 16
+
+
+def value_room(head_dim: int) -> int:
+    """Numbers that a value occupies in the pages of a CPU."""
+    return -(-head_dim // _VECTOR) * _VECTOR
 
 
 def num_pages(lengths: Sequence[int], page_size: int) -> int:
@@ -75,7 +82,8 @@ def sequence_pages(pages: int, page_size: int, heads: int, head_dim: int, ops: O
     shape = (pages, heads, page_size, head_dim)
     if ops.keys_transposed:
         turned = torch.zeros(pages, heads, head_dim, page_size, dtype=dtype, device=ops.device)
-        k = turned.transpose(2, 3)
+        k, room = turned.transpose(2, 3), value_room(head_dim)
     else:
-        k = torch.zeros(*shape, dtype=dtype, device=ops.device)
-    return KVPages(k, torch.zeros(*shape, dtype=dtype, device=ops.device), kind, kind)
+        k, room = torch.zeros(*shape, dtype=dtype, device=ops.device), head_dim
+    v = torch.zeros(*shape[:3], room, dtype=dtype, device=ops.device)
+    return KVPages(k, v[..., :head_dim], kind, kind)

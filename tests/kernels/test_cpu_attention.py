@@ -259,6 +259,7 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
         (9, 3, 64, 16, {}),
         (3, 1, 96, 32, {}),
         (4, 4, 72, 7, {}),
+        (4, 4, 72, 64, {"causal": False}),
         (8, 1, 128, 32, {"window": 20}),
         (4, 2, 256, 16, {"softcap": 3.0}),
         (6, 2, 8, 1, {"window": 170, "sinks": torch.linspace(-2, 4, 6)}),
@@ -292,6 +293,22 @@ def test_attention_matches_float64(
     # sums of more terms: eight times the error from 128 to 256, and from 256 to 512
     limit = NMSE.get(dtype, 1e-11 * max(1.0, head_dim / 256) ** 3)
     assert cases.nmse(attend(kernel, step, **options), expected(step, **options)) < limit
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 40, 72])
+def test_values_with_padding_are_read_as_those_without(
+    backend: CpuBackend, dtype: str, head_dim: int
+) -> None:
+    (kernel,) = backend.implementations("attention")
+    step = make_step(MIXED, 4, 2, head_dim, 64, dtype)
+    v = step.pages.v
+    padded = torch.full((*v.shape[:3], -(-head_dim // 16) * 16), float("nan"), dtype=v.dtype)
+    padded[..., :head_dim] = v
+    other = replace(step, pages=replace(step.pages, v=padded[..., :head_dim]))
+    for options in ({}, {"causal": False}, {"window": 20}):
+        assert torch.equal(attend(kernel, other, **options), attend(kernel, step, **options))
 
 
 @pytest.mark.quick_cases(2)

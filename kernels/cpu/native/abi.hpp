@@ -375,7 +375,8 @@ struct PlacesArgs {
 // Keys or values in pages: [num_pages][kv_heads][page_size][head_dim] of `type`; strides count
 // elements, for kI4 bytes. Keys are transposed: neighbouring elements belong to neighbouring slots, so
 // that keys are vector lanes, and the dimensions of a key are `step` apart. Values are not: the slots
-// are `step` apart.
+// are `step` apart. Floats that are further apart than a value is long have room for whole vectors: up to
+// kHeadPadding numbers of arbitrary contents are read after a value, also after the last one.
 // Codes of 8 and 4 bits have a scale per slot and `group` dimensions: row (head * groups + g) of
 // the page's scales, slots side by side; value = scale * (code - zero). It is an f16, and zero 0, or
 // for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.

@@ -190,7 +190,7 @@ static void attend_block(const Item& item, int64_t begin, float* split, Ahead* a
     c.values = c.keys;
     if (!a->latent)
         load_scales(item, begin, count, c.from->values, a->value_dim, item.value_scale, item.value_zero, &c.values);
-    if (in_place(a, *c.from)) locate(item, begin, count, &c);
+    if (whole_slots(a)) locate(item, begin, count, &c);
     if (!reads_pages(item, *c.from)) copy_block(item, begin, first, count, &c);
     for (int i = 0; i < item.rows; i += kAttentionRows) {
         const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;

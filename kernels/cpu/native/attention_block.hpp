@@ -135,11 +135,11 @@ INLINE int64_t value_at(const Item& item, const PageSide& side, int64_t position
 }
 
 // Copies keys first..count of a key block as floats, [head_dim][128], which pays off with many rows; those of
-// pages of odd shapes are always copied.
+// pages of odd shapes are always copied, number by number only where slots are not whole vectors.
 static void convert_keys(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     const AttentionArgs* a = item.a;
     const PageSide& side = c->from->keys;
-    const bool whole = in_place(a, *c->from);
+    const bool whole = whole_slots(a);
     for (int d = 0; d < a->head_dim; ++d) {
         const int64_t at_d = d * side.step;
         float* to = item.keys + d * kBlockKeys;
@@ -162,6 +162,8 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
         float* to = item.values + t * item.value;
         int d = 0;
         for (; d + kLanes <= width; d += kLanes) store(to + d, load_page(side.type, side.data, at + d));
+        for (; side.type == kF32 && d < width; d += kHeadDimStep)
+            memcpy(to + d, (const float*)side.data + at + d, kHeadDimStep * sizeof(float));
         for (; d < width; ++d) to[d] = load_one(side, at + d);
         for (; d < item.value; ++d) to[d] = 0.0f;
     }

@@ -46,7 +46,7 @@ template <int FROM>
 static void pair_keys_of(const Item& item, int64_t begin, int first, int count, int d_begin, int d_end,
                          const KeyBlock& c) {
     const PageSide& side = c.from->keys;
-    const bool whole = in_place(item.a, *c.from), high = FROM == kHigh4;
+    const bool whole = whole_slots(item.a), high = FROM == kHigh4;
     for (int d = d_begin; d < d_end; d += 2) {
         int16_t* to = (int16_t*)item.keys + d * kBlockKeys;
         const int64_t from = (high ? d - c.keys.low_dims : d) * side.step;

@@ -49,11 +49,17 @@ struct Item {
     int32_t* q_sums;
 };
 
-// Pages whose slots are whole vectors can be read in place.
+// Pages whose slots are whole vectors: a vector of keys can be loaded from its page.
+INLINE bool whole_slots(const AttentionArgs* a) {
+    return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0;
+}
+
+// Pages whose values are whole vectors too, or floats with room for one after them, can be read in place.
 INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
-    const int vector = from.values.type == kI4 ? 2 * kLanes : kLanes;
-    return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
-           a->value_dim % vector == 0;
+    const PageSide& values = from.values;
+    const int vector = values.type == kI4 ? 2 * kLanes : kLanes;
+    const bool padded = !values.scales && values.step >= padded_value(a);
+    return whole_slots(a) && (padded || a->value_dim % vector == 0);
 }
 
 // Integer codes are multiplied as such (attention_integers.hpp).

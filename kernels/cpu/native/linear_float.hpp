@@ -15,6 +15,14 @@ enum { kMaxFloatRows = kRegisters < 32 ? 4 : 8, kConvertFrom = 9 };
 static_assert(2 * kMaxFloatRows + 3 <= kRegisters, "the register tile fits the registers");
 static_assert(kMaxFloatRows == 8 || kMaxFloatRows == 4, "rows_float has these cases");
 
+// Whether a panel becomes floats once, before the products of m rows. With 8 rows at a time, conversions of
+// 16-bit numbers fill the ports that multiply-adds leave (Zen 5; Intel's cores have not been measured).
+template <int TYPE>
+constexpr bool converts_first(int64_t m) {
+    const bool quick = kLanes == 16 && (TYPE == kF16 || TYPE == kBF16);
+    return TYPE != kF32 && !quick && m >= kConvertFrom;
+}
+
 // One k panel of one strip, for two vectors of rows.
 struct FloatPanel {
     const void* values[2];  // [k][16] of TYPE, from the vector's first row on
@@ -173,7 +181,7 @@ static void dequantize_panel(const Weight* w, int64_t b, int64_t i, int64_t i_en
 template <int TYPE>
 static void multiply_float(FloatPanel panel, const void* const* blocks, const float* x, int64_t m,
                         float* sums, float* values) {
-    if (TYPE != kF32 && m >= kConvertFrom) {
+    if (converts_first<TYPE>(m)) {
         for (int b = 0; b < kStripBlocks; ++b)
             for (int64_t i = 0; i < panel.k * kTileRows; i += kLanes)
                 store(values + b * kFloatPanelDepth * kTileRows + i, load_as(TYPE, blocks[b], i));
