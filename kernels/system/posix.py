@@ -23,6 +23,8 @@ assert sys.platform != "win32"
 class Posix(Services):
     """See :class:`Services`."""
 
+    can_pass_sockets = True
+
     def installed_ram(self) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -35,7 +35,9 @@ class Services(ABC):
 
     #: As in messages: "Linux", "macOS", "Windows".
     name: str
-    #: Whether a process can be forked while it has threads, as replicas and their parent are.
+    #: Whether processes of ours can be started with sockets that they inherit, as ranks are, and
+    #: be forked from one another, as replicas are.
+    can_pass_sockets: bool = False
     can_fork: bool = False
     #: Whether there is :meth:`sealed_memory`.
     can_seal: bool = False
@@ -125,8 +127,8 @@ class Services(ABC):
     def open_file(
         self, path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, follow: bool = True
     ) -> int:
-        """As :func:`os.open`, for bytes; the file can be renamed and removed while it is open, and
-        a pipe without another end is not waited for.
+        """As :func:`os.open`, for bytes; the file can be removed while it is open, and a pipe
+        without another end is not waited for.
 
         ``follow=False``: a symbolic link is an error where the system knows them.
         """
@@ -168,7 +170,8 @@ class Services(ABC):
         """Wait until new names in a folder are on the disk, where that is a step of its own."""
 
     def replace_file(self, source: Path, target: Path) -> None:
-        """Rename over ``target``: readers see the old file or the new one."""
+        """Rename over ``target``: readers see the old file or the new one. On Windows nobody may
+        have ``target`` open."""
         source.replace(target)
 
     @abstractmethod

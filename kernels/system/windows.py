@@ -192,7 +192,7 @@ class Windows(Services):
     def open_file(
         self, path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, follow: bool = True
     ) -> int:
-        """Python's own function would not let others rename or remove the file."""
+        """Python's own function would not let others remove the file."""
         reads, writes = not flags & os.O_WRONLY, flags & (os.O_WRONLY | os.O_RDWR)
         access = _GENERIC_READ if reads else 0
         if writes:
@@ -250,8 +250,8 @@ class Windows(Services):
             os.ftruncate(file, start + nbytes)
 
     def replace_file(self, source: Path, target: Path) -> None:
-        """A reader that opened the target without sharing it keeps it from being replaced: it is
-        tried again for a while."""
+        """Whoever has the target open keeps it from being replaced: it is tried again for a
+        while."""
         ends = time.monotonic() + _PATIENCE_S
         while True:
             try:
