@@ -92,6 +92,8 @@ lint: $(VENV)/.embedlm-dev ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy -p sdk
+	$(PY) -m mypy --platform win32 -m sdk.kernels.system
+	$(PY) -m mypy --platform darwin -m sdk.kernels.system
 
 sanitize: $(VENV)/.embedlm-dev ## the kernels under valgrind and the address, undefined-behaviour and thread sanitizers
 	.ci/sanitize.sh $(abspath $(PY))

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import re
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
+import native_file
 from cyclonedx.contrib.license.factories import LicenseFactory
 from cyclonedx.model import HashAlgorithm, HashType, Property
 from cyclonedx.model.bom import Bom
@@ -25,11 +25,10 @@ from cyclonedx.model.component import Component, ComponentScope, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from elftools.elf.elffile import ELFFile
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-NATIVE = "sdk/kernels/cpu/_native.so"
+NATIVE = "sdk/kernels/cpu/_native."
 #: The names of CycloneDX's own taxonomy for Python packages.
 EXTRA = "cdx:python:package:required-extra"
 
@@ -75,15 +74,14 @@ def required(metadata: Message) -> list[Component]:
 
 def system_libraries(native: bytes) -> list[Component]:
     """What the dynamic linker loads with the native module; not in the wheel."""
-    dynamic = ELFFile(io.BytesIO(native)).get_section_by_name(".dynamic")
     return [
         Component(
-            name=tag.needed,
+            name=name,
             type=ComponentType.LIBRARY,
             scope=ComponentScope.REQUIRED,
-            bom_ref=f"system:{tag.needed}",
+            bom_ref=f"system:{name}",
         )
-        for tag in dynamic.iter_tags("DT_NEEDED")
+        for name in native_file.read(native).libraries
     ]
 
 
@@ -113,7 +111,8 @@ def bill(path: Path) -> str:
         root = package(metadata)
         root.hashes.add(HashType(alg=HashAlgorithm.SHA_256, content=digest(path.read_bytes())))
         root.components.update(contents(wheel))
-        needs = [*required(metadata), *system_libraries(wheel.read(NATIVE))]
+        [native] = [name for name in wheel.namelist() if name.startswith(NATIVE)]
+        needs = [*required(metadata), *system_libraries(wheel.read(native))]
     bom = Bom(components=needs)
     bom.metadata.component = root
     bom.register_dependency(root, needs)

@@ -3,14 +3,17 @@
     python .ci/wheels.py dist
 
 makes the source archive of this checkout, then, from that archive, a wheel for this machine's
-architecture and, with a cross compiler, one for aarch64. A wheel that needs newer libraries than
-manylinux_2_28 has is refused. Each wheel gets a bill of materials beside it. Nothing is
-downloaded: the packages of .ci/requirements-wheels.txt are there already.
+architecture, with a cross compiler one for aarch64, and with zig those for Windows and macOS.
+``--only`` names some of them. A wheel that needs newer libraries than its name says is refused:
+than manylinux_2_28 has, than every Windows 10 has, than macOS 11 has. Each wheel gets a bill of
+materials beside it, and all files their hashes (SHA256SUMS). Nothing is downloaded: the packages of
+.ci/requirements-wheels.txt are there already.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import re
@@ -20,18 +23,56 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+import native_file
 
 ROOT = Path(__file__).parents[1]
 #: The newest C library that a wheel may need: that of RHEL 8, Debian 10 and PyTorch's wheels.
 GLIBC = (2, 28)
 #: The compiler for each architecture that is not this machine's, and what installs it.
 CROSS = {"aarch64": ("aarch64-linux-gnu-g++", "apt install g++-aarch64-linux-gnu")}
-#: What no wheel is complete without; a build without a compiler leaves the first one out.
+
+
+class Other(NamedTuple):
+    """A system that zig compiles for. ``libraries``: what every release of it has."""
+
+    target: str  # zig's name
+    native: str
+    system: str
+    machine: str
+    least: str
+    libraries: str  # a pattern
+
+
+_APPLE = (r"/usr/lib/libSystem\.B\.dylib|/usr/lib/libc\+\+\.1\.dylib",)
+#: By the tag of their wheels.
+OTHERS = {
+    "win_amd64": Other(
+        "x86_64-windows-gnu",
+        "_native.pyd",
+        "Windows",
+        "x86_64",
+        "",
+        r"(?i)(kernel32|ntdll|advapi32|api-ms-win-crt-[a-z]+-l1-1-0)\.dll",
+    ),
+    "macosx_11_0_arm64": Other(
+        "aarch64-macos.11.0", "_native.so", "macOS", "aarch64", "11.0", *_APPLE
+    ),
+    "macosx_11_0_x86_64": Other(
+        "x86_64-macos.11.0", "_native.so", "macOS", "x86_64", "11.0", *_APPLE
+    ),
+}
+#: What no wheel is complete without; a build without a compiler leaves out the native module too.
 NEEDED = (
-    *("sdk/kernels/cpu/_native.so", "sdk/quant/expected_loss.json", "sdk/serving/page/index.html"),
+    *("sdk/quant/expected_loss.json", "sdk/serving/page/index.html"),
     *("sdk/py.typed", "embedlm/__init__.py"),
 )
+FOLDER = "sdk/kernels/cpu"
+#: Bytes of a source archive: people download it with every installation from source.
+MOST_ARCHIVE = 10_000_000
 
 
 def backend(folder: Path, call: str, **environment: str) -> str:
@@ -58,7 +99,13 @@ def path_of_tools() -> str:
 
 
 def source_archive(out: Path) -> Path:
-    return out / backend(ROOT, f"build.build_sdist({str(out)!r})")
+    archive = out / backend(ROOT, f"build.build_sdist({str(out)!r})")
+    if archive.stat().st_size > MOST_ARCHIVE:
+        raise SystemExit(
+            f"wheels: {archive.name} has {archive.stat().st_size / 1e6:.1f} MB, expected at most "
+            f"{MOST_ARCHIVE / 1e6:.0f}: leave files out in pyproject.toml (sdist.exclude)"
+        )
+    return archive
 
 
 def build_wheel(tree: Path, architecture: str, out: Path) -> Path:
@@ -71,7 +118,7 @@ def build_wheel(tree: Path, architecture: str, out: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = backend(tree, f"build.build_wheel({folder!r}, {settings!r})", **environment)
         wheel = Path(folder) / made
-        check(wheel, architecture)
+        check(wheel, f"linux_{architecture}", "_native.so")
         names = set(out.iterdir())
         # auto: it knows the names of this machine's architecture only
         command = ["auditwheel", "repair", "--only-plat", "--plat", "auto"]
@@ -90,56 +137,122 @@ def build_wheel(tree: Path, architecture: str, out: Path) -> Path:
     return repaired
 
 
-def check(wheel: Path, architecture: str) -> None:
+def build_other(tree: Path, tag: str, out: Path) -> Path:
+    """The same for another system: compiled by zig, and named for what it was compiled for."""
+    other = OTHERS[tag]
+    settings = {"cmake.define.CMAKE_TOOLCHAIN_FILE": str(ROOT / ".ci" / "zig.cmake")}
+    environment = {"EMBEDLM_ZIG": zig(), "EMBEDLM_TARGET": other.target}
+    with tempfile.TemporaryDirectory() as folder:
+        made = backend(tree, f"build.build_wheel({folder!r}, {settings!r})", **environment)
+        wheel = Path(folder) / made
+        check(wheel, f"linux_{platform.machine()}", other.native)  # the name is this machine's
+        with zipfile.ZipFile(wheel) as files:
+            why = wrong(files.read(f"{FOLDER}/{other.native}"), other)
+        if why:
+            raise SystemExit(f"wheels: {tag}: {other.native} {why}")
+        command = ["wheel", "tags", "--remove", "--platform-tag", tag, str(wheel)]
+        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+        [named] = Path(folder).glob("*.whl")
+        return Path(shutil.move(named, out / named.name))
+
+
+def wrong(data: bytes, other: Other) -> str:
+    """Why a native module is not one for ``other``; empty if it is."""
+    found = native_file.read(data)
+    if (found.system, found.machine) != (other.system, other.machine):
+        return f"is for {found.machine} {found.system}"
+    if other.least and found.least != other.least:
+        return f"needs {other.system} {found.least}, expected {other.least}"
+    strange = [one for one in found.libraries if not re.fullmatch(other.libraries, one)]
+    if strange:
+        return f"needs {', '.join(strange)}, which not every {other.system} has"
+    # On Windows and macOS everything else stays inside: two libraries may have the same names.
+    if "embedlm_abi_version" not in found.exports:
+        return "does not export embedlm_abi_version"
+    return ""
+
+
+def zig() -> str:
+    """zig's program, of the package ziglang; empty if it is not installed."""
+    spec = find_spec("ziglang")
+    return str(Path(spec.origin).parent / "zig") if spec and spec.origin else ""
+
+
+def check(wheel: Path, tag: str, native: str) -> None:
     """Complete, for every Python, and for the architecture that was asked for.
 
     Where the native module cannot be compiled, the backend makes a wheel without it. That is right
     for `pip install` on a user's machine, and wrong here.
     """
-    if not wheel.name.endswith(f"-py3-none-linux_{architecture}.whl"):
+    if not wheel.name.endswith(f"-py3-none-{tag}.whl"):
         raise SystemExit(
-            f"wheels: {wheel.name}: expected py3-none-linux_{architecture}. Did the compiler fail? "
+            f"wheels: {wheel.name}: expected py3-none-{tag}. Did the compiler fail? "
             "`cmake -S . -B build && cmake --build build` shows what it says"
         )
-    missing = sorted({*NEEDED} - {*zipfile.ZipFile(wheel).namelist()})
+    missing = sorted({f"{FOLDER}/{native}", *NEEDED} - {*zipfile.ZipFile(wheel).namelist()})
     if missing:
         raise SystemExit(f"wheels: {wheel.name}: {', '.join(missing)} missing")
 
 
-def architectures() -> list[str]:
-    """This machine's, and those there is a cross compiler for. Says which are left out, and why."""
-    found = [platform.machine()]
+def tags() -> list[str]:
+    """What there are compilers for. Says which are left out, and why."""
+    found = [f"linux_{platform.machine()}"]
     for architecture, (compiler, install) in CROSS.items():
-        if architecture in found:
+        if f"linux_{architecture}" in found:
             continue
         if shutil.which(compiler):
-            found.append(architecture)
+            found.append(f"linux_{architecture}")
         else:
             print(f"wheels: no wheel for {architecture}: {compiler} is missing ({install})")
+    if zig():
+        return [*found, *OTHERS]
+    print(f"wheels: no wheels for {', '.join(OTHERS)}: zig is missing (pip install ziglang)")
     return found
+
+
+def write_hashes(out: Path) -> None:
+    """As ``sha256sum -c SHA256SUMS`` reads them."""
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(out.glob("embedlm-*"))
+    ]
+    (out / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the folder to put the files in")
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--only", metavar="TAG", nargs="+", help="wheels, by tag: win_amd64, ...")
+    args = parser.parse_args()
+    wanted = tags()
+    if args.only:
+        if unknown := sorted({*args.only} - {*wanted}):
+            raise SystemExit(
+                f"wheels: --only: expected some of {', '.join(wanted)}, found {', '.join(unknown)}"
+            )
+        wanted = [tag for tag in wanted if tag in args.only]
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("embedlm-*"):
         old.unlink()
     archive = source_archive(out)
-    print(f"wheels: {archive.name}", flush=True)
+    print(f"wheels: {archive.name}, {archive.stat().st_size / 1e6:.1f} MB", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for architecture in architectures():
-            print(f"wheels: compiling for {architecture}", flush=True)
-            tree = Path(folder) / architecture
+        for tag in wanted:
+            print(f"wheels: compiling for {tag}", flush=True)
+            tree = Path(folder) / tag
             with tarfile.open(archive) as files:
                 files.extractall(tree, filter="data")
             [source] = tree.iterdir()
-            wheel = build_wheel(source, architecture, out)
+            if tag in OTHERS:
+                wheel = build_other(source, tag, out)
+            else:
+                wheel = build_wheel(source, tag.removeprefix("linux_"), out)
             subprocess.run(
                 [sys.executable, str(ROOT / ".ci" / "bill_of_materials.py"), str(wheel)], check=True
             )
             print(f"wheels: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+    write_hashes(out)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.system import SYSTEM
 
 #: The version of what is written; a file of another one is not read.
 VERSION = 1
@@ -119,7 +120,7 @@ class AnswerFile:
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
                     json.dump(content, file, allow_nan=False)
-                Path(name).replace(self.path)
+                SYSTEM.replace_file(Path(name), self.path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     Path(name).unlink()
@@ -140,13 +141,7 @@ def _has_ended(reason: str) -> bool:
     _, process, host = (*reason.split(" ", 2), "", "")[:3]
     if host != platform.node() or not process.isdecimal():
         return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
+    return not SYSTEM.is_alive(int(process))
 
 
 def _answer(written: Any) -> Answer:

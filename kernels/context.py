@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
@@ -15,6 +14,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
+from sdk.kernels.system import SYSTEM
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -55,7 +55,7 @@ class Context:
                 f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
             )
         if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0))
+            num_threads = SYSTEM.num_cpus()
         if not 1 <= num_threads <= MAX_THREADS:
             raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.device = torch.device(device)

@@ -15,7 +15,6 @@ magnitude that the matrix has for the rank. Sums are float32.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,6 +26,7 @@ from sdk.kernels.context import Context
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 
 #: Factors of each part begin at a multiple of this, in bytes.
 ALIGN = 64
@@ -203,11 +203,9 @@ def factor_memory(nbytes: int, device: torch.device) -> Tensor:
     if device.type != "cpu" or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = SYSTEM.map_private(nbytes, huge=True)
     except OSError as error:
         raise KernelError(f"adapter: cannot map {nbytes} bytes: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, np.uint8))
 
 

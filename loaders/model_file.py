@@ -7,7 +7,6 @@ fails, SIGBUS kills the whole process; a failing read raises an error. The price
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import weakref
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.system import SYSTEM
 from sdk.quant.errors import CheckpointError
 
 #: First bytes of the text file that git-lfs leaves in place of a file that was not downloaded.
@@ -76,7 +76,7 @@ class ReadBlocks:
 def _map(nbytes: int) -> memoryview:
     """Memory that returns to the system when it is freed. The C allocator kept up to 13 MiB of
     freed blocks, just when a load takes the most memory."""
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return memoryview(SYSTEM.map_private(nbytes))
 
 
 class ModelFile:
@@ -97,7 +97,7 @@ class ModelFile:
             # Checked before opening: opening a named pipe would block until there is a writer.
             if not stat.S_ISREG(path.stat().st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = SYSTEM.open_file(path, os.O_RDONLY)
             self._close = weakref.finalize(self, os.close, self._descriptor)
             self._opened = os.fstat(self._descriptor)
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class ModelFile:
         try:
             while done < nbytes:
                 piece = view[done : done + _PIECE]
-                count = os.preadv(self._descriptor, [piece], start + done)
+                count = SYSTEM.read_at(self._descriptor, piece, start + done)
                 if not count:  # truncated: raises below
                     break
                 done += count

@@ -8,6 +8,7 @@ when a model or a device needs them.
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,9 @@ __all__ = ["__version__", *_EXPORTS]
 _NEED_TORCH = {"sdk.evaluating", "sdk.quantizing"}
 
 logging.getLogger("sdk").addHandler(logging.NullHandler())
+
+if sys.maxsize < 2**32:
+    raise ImportError("embedlm needs a Python of 64 bits, and this one has 32: install another one")
 
 
 def __getattr__(name: str) -> object:

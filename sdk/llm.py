@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sdk.api.display import Explanation, html_table, llm_facts
 from sdk.api.errors import RequestError
 from sdk.api.lora import LoRAInfo, LoRALike, LoRARequest
-from sdk.api.machine import release_free_memory
 from sdk.api.near_misses import no_attribute
 from sdk.api.options import EngineOptions, engine_config, takes_options
 from sdk.api.outputs import Estimate
 from sdk.api.params import SamplingParams
 from sdk.engine.running_requests import RequestInfo
+from sdk.kernels.system import SYSTEM
 from sdk.loading.around import part_around
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
@@ -183,7 +183,7 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
             self._monitoring.close()
             self._reader.close()
             self._job_maker.close()
-            release_free_memory()
+            SYSTEM.trim_heap()
 
     # ---- scheduling ------------------------------------------------------------------------------
 

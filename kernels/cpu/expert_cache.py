@@ -19,6 +19,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.errors import KernelError
 from sdk.kernels.expert_slots import slot_bytes, slots_within
 from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.system import SYSTEM
 
 #: Threads that read: with four, a disk has its next request before it is done with one.
 READERS = 4
@@ -179,11 +180,9 @@ class ExpertCache:
 def _open(file: int) -> tuple[int, bool]:
     """The same file without the system's page cache, if the file system can do that: what is read
     is kept here, or not at all."""
-    name = f"/proc/self/fd/{file}"
-    if hasattr(os, "O_DIRECT"):
-        with contextlib.suppress(OSError):
-            return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
-    return os.open(name, os.O_RDONLY | os.O_CLOEXEC), False
+    with contextlib.suppress(OSError):
+        return SYSTEM.reopen(file, direct=True), True
+    return SYSTEM.reopen(file), False
 
 
 def _end(library: object, handle: int, file: int) -> None:

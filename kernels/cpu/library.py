@@ -25,6 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipimport import zipimporter
 
+from sdk.kernels.cpu.library_file import foreign
+
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
 ABI_VERSION = 44
 
@@ -506,6 +508,8 @@ _SIGNATURES = {
 def load_library(path: str) -> ctypes.CDLL | str:
     """The library at ``path`` with its functions declared, or the reason why it cannot be used."""
     try:
+        if why := foreign(Path(path)):
+            return why
         library = ctypes.CDLL(path)
         version = library.embedlm_abi_version()
     except (OSError, AttributeError) as error:
@@ -543,6 +547,9 @@ def _why_missing() -> str:
             f"no native module: the system cannot load a library from inside {loader.archive}; "
             "unpack it, or install embedlm with pip"
         )
+    for found in Path(__file__).parent.glob("_native.*"):
+        if why := foreign(found):  # Windows looks for .pyd, others for .so
+            return why
     if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout
         return "native module not built: install a C++ compiler and run `make build`"
     return (

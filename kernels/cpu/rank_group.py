@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 
 from sdk.kernels.cpu.library import find_library
 from sdk.kernels.cpu.runtime import check
 from sdk.kernels.errors import CollectiveError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 
 
 def why_not_shared() -> str | None:
     """Why ranks of this machine cannot share memory; ``None`` if they can."""
-    if sys.platform != "linux":
-        return f"on {sys.platform} a rank could not tell that another one ended"
+    if SYSTEM.memory_folder() is None:
+        return f"{SYSTEM.name} has no folder in memory that ranks could share"
     found = find_library()
     return found if isinstance(found, str) else None
 

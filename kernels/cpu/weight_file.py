@@ -8,7 +8,6 @@ process holds little more than one weight at a time.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.errors import KernelError
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.system import SYSTEM
 
 #: The file grows in such steps when weights are larger than planned.
 _STEP = 64 * 2**20
@@ -62,7 +62,7 @@ class WeightFile:
         if end > self._reserved:
             more = min(max(end - self._reserved, _STEP), len(self._bytes) - self._reserved)
             try:
-                os.posix_fallocate(self._file.fileno(), self._reserved, more)
+                SYSTEM.reserve_space(self._file.fileno(), self._reserved, more)
             except OSError as error:
                 raise KernelError(
                     f"packed weights: no disk space for {more} bytes in addition to the "
@@ -84,7 +84,7 @@ class WeightFile:
         self._parts.append(part)
         self.release(part)
         begin = part.begin - self._bytes.ctypes.data
-        os.posix_fadvise(self._file.fileno(), begin, part.bytes, os.POSIX_FADV_DONTNEED)
+        SYSTEM.forget_cached(self._file.fileno(), begin, part.bytes)
         return part
 
     def experts(self, parts: list[FilePart | None]) -> FilePart | None:
@@ -102,8 +102,7 @@ class WeightFile:
         """Release the pages of a part; the next access reads them again."""
         first = part.begin - self._bytes.ctypes.data
         begin = first // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # advice
-            self._mapping.madvise(mmap.MADV_DONTNEED, begin, first + part.bytes - begin)
+        SYSTEM.release_pages(self._mapping, begin, first + part.bytes - begin)
 
     def close(self) -> None:
         """Forget the mapping, which is freed with its last weight. Idempotent."""

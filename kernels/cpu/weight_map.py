@@ -16,23 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
-import signal
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.cpu.library import WeightCheck
 from sdk.kernels.errors import KernelError
+from sdk.kernels.system import SYSTEM
 
 #: Bytes that have a sum.
 PIECE = 1 << 20
@@ -40,7 +38,6 @@ PIECE = 1 << 20
 _CHUNK = 64 << 20
 #: Seconds between two looks at the lease, at most.
 _LOOK = 5.0
-_BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _WRONG = 2  # CheckState of native/abi.hpp
 logger = logging.getLogger("sdk")
 
@@ -51,21 +48,12 @@ class Lease:
     def __init__(self, file: int) -> None:
         self.file = file
         #: Why there is none; empty: the lease is held.
-        self.refused = ""
-        try:
-            # Until the owner is cleared below, a break of the lease sends a signal: one that is
-            # ignored by default.
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            fcntl.fcntl(file, fcntl.F_SETOWN, 0)
-        except OSError as error:
-            self.refused = f"the system gives no lease on the file: {error.strerror}"
+        self.refused = SYSTEM.take_lease(file)
 
     @property
     def is_wanted(self) -> bool:
         """Whether another process waits until it is given back."""
-        found: int = fcntl.fcntl(self.file, fcntl.F_GETLEASE)
-        return found != fcntl.F_RDLCK
+        return SYSTEM.lease_is_wanted(self.file)
 
     def close(self) -> None:
         """Idempotent. A forked child has the same lease, held until both have closed it."""
@@ -118,14 +106,14 @@ class WeightMap:
         self.copied = self._lease.refused
         try:
             # Another description of the file, which has no lease: the mapping keeps it open.
-            again = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+            again = SYSTEM.reopen(file)
             try:
                 if os.fstat(again).st_size < size:
                     raise KernelError("packed weights: the file in the cache became shorter")
                 if self.copied:
-                    self._mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    self._mapping = SYSTEM.map_private(size)
                 else:
-                    self._mapping = mmap.mmap(again, size, mmap.MAP_SHARED, mmap.PROT_READ)
+                    self._mapping = mmap.mmap(again, size, access=mmap.ACCESS_READ)
             finally:
                 os.close(again)
         except OSError as error:
@@ -291,10 +279,7 @@ def _pages(used: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
 
 def _look_every() -> float:
     """Seconds: an eighth of what the system lets others wait."""
-    try:
-        patience = int(_BREAK_TIME.read_text())
-    except (OSError, ValueError):
-        patience = 0
+    patience = SYSTEM.lease_seconds()
     return min(_LOOK, patience / 8) if patience else _LOOK
 
 

@@ -10,10 +10,8 @@ one of the same size that is gone: experts are exchanged while a model runs.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.system import SYSTEM
 
 _Bytes = NDArray[np.uint8]
 _Place = tuple[mmap.mmap, int]
@@ -34,8 +33,6 @@ _Place = tuple[mmap.mmap, int]
 MAPPING_BYTES = 64 * 2**20
 _ALIGN = 64
 _HUGE_PAGE = 2 * 2**20
-#: Linux's MADV_POPULATE_WRITE (5.14), which the mmap module does not name.
-_POPULATE_WRITE = 23
 
 
 class WeightMemory:
@@ -71,7 +68,7 @@ class WeightMemory:
         start, end = self._used, self._used + nbytes
         if end > self._populated:
             whole = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, len(self._mapping))
-            _populate(self._mapping, self._populated, whole)
+            SYSTEM.populate(self._mapping, self._populated, whole)
             self._populated = whole
         self._used = -(-end // _ALIGN) * _ALIGN
         return self._weight(self._mapping, start, shape, dtype)
@@ -114,21 +111,7 @@ def _tensor(part: _Bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    # Private: an anonymous mapping is shared by default, and shared ones never get huge pages.
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return SYSTEM.map_private(nbytes, huge=True)
     except OSError as error:
         raise KernelError(f"packed weights: cannot map {nbytes} bytes: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
-
-
-def _populate(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Have the system allocate and zero these pages now, in one call: 64 MiB take 3 to 5 ms.
-    Without this, two threads that packed 94 MiB into new pages took 80 ms longer."""
-    if sys.platform != "linux":
-        return
-    # Older systems do not support it, and it fails if memory is short: pages then come one by one.
-    with contextlib.suppress(OSError):
-        mapping.madvise(_POPULATE_WRITE, start, end - start)

@@ -12,7 +12,6 @@ own. Of the time of a kernel for sm_90 the lock is held for a quarter, while its
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import triton
+
+from sdk.kernels.system import SYSTEM
 
 #: Threads at most: ptxas takes 50 to 200 MB for a kernel.
 _MOST_THREADS = 8
@@ -33,7 +34,7 @@ class _Threads(ThreadPoolExecutor):
     """Keeps what was submitted."""
 
     def __init__(self) -> None:
-        count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        count = min(SYSTEM.num_cpus(), _MOST_THREADS)
         super().__init__(count, thread_name_prefix="embedlm-compile")
         self.futures: list[Future[Any]] = []
 

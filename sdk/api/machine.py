@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
 import os
 from pathlib import Path
-from typing import Any
 
-from sdk.api.control_groups import group_memory
+from sdk.kernels.system import SYSTEM
 
 
 def available_memory() -> int:
-    """Bytes this process can still get: the kernel's estimate, or less if a container's limit
+    """Bytes this process can still get: the system's estimate, or less if a container's limit
     leaves less. All of RAM if the system has no estimate."""
-    machine = _ram()
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                machine = int(line.split()[1]) * 1024
-    group = group_memory()
+    machine, group = SYSTEM.available_ram(), SYSTEM.memory_limit()
     return machine if group is None else min(machine, group.available)
 
 
 def installed_memory() -> int:
     """Bytes of RAM of this machine, or a container's limit if that is less."""
-    group = group_memory()
-    return _ram() if group is None else min(_ram(), group.limit)
-
-
-def _ram() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def release_free_memory() -> None:
-    """Return the C allocator's free pages to the system.
-
-    glibc keeps freed memory for the next allocation: 20 to 80 MiB after loading or closing a 100 MB
-    model. With other C libraries this does nothing.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Any:
-    """glibc's function; a library that is opened is part of a reference cycle."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    machine, group = SYSTEM.installed_ram(), SYSTEM.memory_limit()
+    return machine if group is None else min(machine, group.limit)
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import sys
@@ -30,6 +29,7 @@ from sdk.bench.settings import Settings
 from sdk.bench.suites import SUITES, measure
 from sdk.demo import MINILM, SMOLLM2
 from sdk.kernels.packages import check_installed
+from sdk.kernels.system import SYSTEM
 
 #: Defaults of all options that affect results; a report's command lists those that differ.
 DEFAULTS: dict[str, Any] = {
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     with ModelFiles(args.file, MINILM if "embed" in args.suite else SMOLLM2) as model:
         settings = Settings(
             model=model.path,
-            threads=args.threads or len(os.sched_getaffinity(0)),
+            threads=args.threads or SYSTEM.num_cpus(),
             rounds=args.rounds,
             kv=args.kv_dtype,
             peers=args.against,
@@ -250,8 +250,8 @@ def make_report(
         "command": command(args),
         "model": Path(settings.model).name,
         "machine": {
-            "cpu": cpu_name(),
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpu": SYSTEM.cpu_name(),
+            "cpus": SYSTEM.num_cpus(),
             "simd": before.simd,
             "python": platform.python_version(),
             "read_gb_per_s": {"before": before.read, "after": after.read},
@@ -280,16 +280,6 @@ def command(args: argparse.Namespace) -> str:
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{option.replace('_', '-')}", text]
     return shlex.join(words)
-
-
-def cpu_name() -> str:
-    """The CPU's name from the operating system; the architecture if there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _write(

@@ -26,6 +26,7 @@ from typing import Any
 
 from sdk.api.errors import RequestError, SdkError
 from sdk.bench.peers.opening import Opening
+from sdk.kernels.system import SYSTEM
 
 OURS = "embedlm"
 #: Another installation of this package: an older release, or another build of the native module.
@@ -164,9 +165,8 @@ class Worker:
         return Sample(**self._ask({"prompts": load.prompts, "output_len": load.output_len}))
 
     def peak_bytes(self) -> int:
-        """The largest resident memory of its process so far (VmHWM)."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        """The largest resident memory of its process so far."""
+        return SYSTEM.peak_memory(self._process.pid)
 
     def logits(self, prompt: Sequence[int], path: Path) -> None:
         """Write float32 ``[len(prompt), vocab_size]``, row-major without a header, to ``path``."""
@@ -267,7 +267,7 @@ def environment(opening: Opening) -> dict[str, str]:
     found["TOKENIZERS_PARALLELISM"] = "false"
     found["MISTRALRS_CPU_KV_F32"] = "1" if opening.kv == "float32" else "0"
     if opening.engine.startswith("vllm"):
-        cpus = sorted(os.sched_getaffinity(0))[: opening.threads]
+        cpus = sorted(SYSTEM.cpus())[: opening.threads]
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
         found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         found["VLLM_CPU_KVCACHE_SPACE"] = "4"

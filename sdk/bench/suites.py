@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from sdk.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, sa
 from sdk.bench.speculative import measure_speculative
 from sdk.bench.structured import measure_structured
 from sdk.bench.tenants import CHAT_PROMPT, SLOTS, WEIGHT, measure_tenants
+from sdk.kernels.system import SYSTEM
 
 #: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
@@ -92,7 +92,7 @@ def busy_core() -> Iterator[None]:
     """A process that is always busy, on the last of this process's CPUs."""
     busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
     try:
-        os.sched_setaffinity(busy.pid, {max(os.sched_getaffinity(0))})
+        SYSTEM.pin(busy.pid, frozenset({max(SYSTEM.cpus())}))
         yield
     finally:
         busy.kill()

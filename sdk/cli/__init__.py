@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from sdk import __version__
 from sdk.api.errors import SdkError
 from sdk.kernels.packages import missing
+from sdk.kernels.system import SYSTEM
 
 #: Command -> its module. A command may have two words. Those of the parts around the library are
 #: beside what they start.
@@ -116,6 +117,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    SYSTEM.use_utf8(sys.stdout, sys.stderr)
     argv = _joined(sys.argv[1:] if argv is None else argv)
     argv, named = _with_command(argv)
     if named and named not in COMMANDS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from sdk.api.sizes import format_bytes
 from sdk.demo import demo_model
 from sdk.kernels.gpu_driver import gpu_driver
 from sdk.kernels.packages import install
+from sdk.kernels.system import SYSTEM
 
 NEEDED = ("numpy", "jinja2", "tokenizers", "huggingface_hub", "tqdm")
 #: Modules of extras: their distribution, and what they are for.
@@ -87,7 +87,7 @@ def check_native() -> list[Finding]:
 
 
 def check_device() -> list[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = SYSTEM.num_cpus()
     memory = format_bytes(available_memory())
     return [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.api.errors import RequestError
 from sdk.api.remote_workers import RemoteWorkers, parse_address, read_token
 from sdk.kernels.packages import check_installed
+from sdk.kernels.system import SYSTEM
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def run_worker(
         model=os.fspath(model),
         address=parse_address(connect, "connect"),
         token=read_token(token, token_file),
-        num_threads=num_threads or len(os.sched_getaffinity(0)),
+        num_threads=num_threads or SYSTEM.num_cpus(),
         rank=rank,
         timeout=timeout,
     )

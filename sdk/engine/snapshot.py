@@ -42,6 +42,7 @@ from sdk.api.sizes import format_bytes
 from sdk.engine.model_key import ModelKey
 from sdk.engine.rank.kv_transfer import LayerKV, LayerStates, StoredKV, row_widths
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.system import SYSTEM
 from sdk.loaders.json_file import parse_json
 from sdk.quant.caches import StateCache, cache_of, described
 from sdk.quant.errors import CheckpointError
@@ -107,7 +108,7 @@ class Snapshot:
                 os.fsync(file.fileno())
             Path(temporary).replace(target)
             temporary = None
-            _sync_folder(target.parent)
+            SYSTEM.sync_folder(target.parent)
         except OSError as error:
             raise SnapshotError(
                 f"{target}: the snapshot cannot be written, {format_bytes(self.nbytes)} and its "
@@ -297,12 +298,3 @@ def _free(folder: Path) -> str:
         return f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
     except OSError:
         return ""
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the new file name to the disk too."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sdk.api.config import EngineConfig
-from sdk.api.machine import release_free_memory
 from sdk.api.options import engine_config
+from sdk.kernels.system import SYSTEM
 from sdk.loading.load import Loaded, load
 
 
@@ -24,7 +24,7 @@ def opened(config: EngineConfig) -> Iterator[Loaded]:
         yield loaded
     finally:
         loaded.engine.close()
-        release_free_memory()
+        SYSTEM.trim_heap()
 
 
 def logits_of(

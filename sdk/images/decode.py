@@ -20,6 +20,7 @@ from sdk.images.arrays import array_pixels, is_tensor
 from sdk.images.file_formats import Damaged, exif_orientation, file_format, stripped
 from sdk.images.limits import ImageLimits, check_bytes, check_size
 from sdk.kernels.packages import package
+from sdk.kernels.system import SYSTEM
 
 #: Pillow's decoder of a format, as it is opened without Pillow's own check of sizes: that one
 #: prints a warning at a limit that belongs to the process.
@@ -114,9 +115,7 @@ def _read_file(path: str | os.PathLike[Any], name: str, limits: ImageLimits, pat
             f"{name} is the string {shown}, expected a data URL: data:image/png;base64,..."
         )
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        )
+        descriptor = SYSTEM.open_file(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

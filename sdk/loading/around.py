@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from sdk.api.errors import UnsupportedError
 from sdk.kernels.packages import check_installed
+from sdk.kernels.system import SYSTEM
 
 #: Module, name in it, and the options that ask for it.
 _PARTS = {
@@ -30,8 +32,14 @@ def part_around(name: str) -> Any:
     """The class or function that starts the part ``name``, whose processes exchange tensors of
     torch.
 
+    :raises UnsupportedError: this system cannot start such processes.
     :raises MissingPackageError: torch is not installed. No weights have been read yet.
     """
     module, attribute, options = _PARTS[name]
+    if not (SYSTEM.can_fork if name == "replicas" else SYSTEM.can_pass_sockets):
+        where = "Linux" if name == "replicas" else "Linux or macOS"
+        raise UnsupportedError(
+            f"{options} need {where}, this is {SYSTEM.name}: use one engine, or a server on {where}"
+        )
     check_installed("torch", f"{options} need")
     return getattr(import_module(module), attribute)

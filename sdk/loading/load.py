@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from sdk.api.config import EngineConfig
 from sdk.api.errors import CheckpointError, LoadCancelled, SdkError, UnsupportedError
 from sdk.api.load_progress import reporting
-from sdk.api.machine import release_free_memory
 from sdk.api.memory_pool import Lease, MemoryPool
 from sdk.api.sizes import cache_bytes
 from sdk.api.speculative_config import SpeculativeConfig
@@ -36,6 +35,7 @@ from sdk.executors.local import LocalExecutor
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import torch, type_name
 from sdk.kernels.sized_graphs import MOST_TOKENS
+from sdk.kernels.system import SYSTEM
 from sdk.loading.alternatives import checked_plan
 from sdk.loading.around import part_around
 from sdk.loading.checks import named_tokenizer
@@ -223,7 +223,7 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
     """What the headers of a checkpoint say about an engine with this plan."""
     model, values = model_config(config, checkpoint), config_values(config, checkpoint)
     tokenizer = _tokenizer(config, checkpoint)
-    release_free_memory()  # building the tokenizer left 16 to 22 MiB; this may be the peak
+    SYSTEM.trim_heap()  # building the tokenizer left 16 to 22 MiB; this may be the peak
     return ModelFacts(
         config=config,
         path=str(checkpoint.path),

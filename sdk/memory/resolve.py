@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.context import Compute
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.packages import check_installed
+from sdk.kernels.system import SYSTEM
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
@@ -57,7 +57,7 @@ def device_of(config: EngineConfig) -> str:
 
 def threads_of(config: EngineConfig) -> int:
     """The number of threads of the CPU kernels."""
-    return config.num_threads or len(os.sched_getaffinity(0))
+    return config.num_threads or SYSTEM.num_cpus()
 
 
 def ranks_here(config: EngineConfig) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sdk.api.errors import QuantizationError, UnsupportedError
 from sdk.kernels.packages import install
+from sdk.kernels.system import SYSTEM
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.hf_writer import copy_beside
@@ -164,7 +165,7 @@ def _process(
     job: Path, num_threads: int | None, messages: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The library's process, killed at the end of the block; it ends if this process dies."""
-    threads = num_threads or len(os.sched_getaffinity(0))
+    threads = num_threads or SYSTEM.num_cpus()
     python = os.fsdecode(spawn.get_executable() or sys.executable)
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     process = subprocess.Popen(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sdk.api.errors import CheckpointError, OutOfMemoryError, RequestError, SnapshotError
 from sdk.api.flags import check_flags
-from sdk.api.machine import installed_memory, release_free_memory
+from sdk.api.machine import installed_memory
 from sdk.api.memory_pool import Lease
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import SamplingParams
@@ -21,6 +21,7 @@ from sdk.engine.pages.budget import Budget
 from sdk.engine.pages.image_keys import key_ids
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.snapshot import Snapshot
+from sdk.kernels.system import SYSTEM
 from sdk.loading.explain import explain
 from sdk.loading.fork import fork_config
 from sdk.loading.load import Loaded, fork
@@ -145,7 +146,7 @@ class EngineMemory:
                 )
             self._elastic.resize(self._pages.capacity - fewer)
             pages -= fewer
-            release_free_memory()
+            SYSTEM.trim_heap()
         self.plan = replace(plan, structures=nbytes, num_pages=pages)
 
     # Shrinking and growing
@@ -153,7 +154,7 @@ class EngineMemory:
     def trim(self) -> None:
         """See :meth:`sdk.LLM.trim`."""
         self._driver.between_steps(self._trim)
-        release_free_memory()
+        SYSTEM.trim_heap()
 
     def _trim(self) -> None:
         self._elastic.trim()
@@ -186,7 +187,7 @@ class EngineMemory:
         self._check_machine(budget, more * plan.page_bytes)
         self._driver.between_steps(lambda: self._elastic.resize(self._pages.capacity + more))
         self.plan = replace(self.plan, budget=budget, num_pages=pages)
-        release_free_memory()
+        SYSTEM.trim_heap()
         return self.plan
 
     def _check_machine(self, budget: int, more: int) -> None:
@@ -231,7 +232,7 @@ class EngineMemory:
         self._driver.sleep(rest, f"this LLM sleeps (level {level}): call wake_up() first")
         if level == 2 and self._lease is not None:
             self._lease.give_back(self._lease.nbytes)
-        release_free_memory()
+        SYSTEM.trim_heap()
 
     def wake_up(self) -> None:
         """See :meth:`sdk.LLM.wake_up`."""

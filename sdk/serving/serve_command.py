@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
 from sdk.demo import demo_model
 from sdk.kernels.packages import missing
+from sdk.kernels.system import SYSTEM
 from sdk.serving.guard_arguments import (
     Protection,
     add_guard_arguments,
@@ -214,15 +214,8 @@ def serve(
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            loop = asyncio.get_running_loop()
-            handled = (signal.SIGINT, signal.SIGTERM)
-            for number in handled:
-                loop.add_signal_handler(number, self.stop, number)
-            try:
+            with SYSTEM.stop_signals(asyncio.get_running_loop(), self.stop):
                 yield
-            finally:
-                for number in handled:
-                    loop.remove_signal_handler(number)
 
         def stop(self, number: int) -> None:
             if self.should_exit:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from typing import TypeVar
 
 from sdk.api.errors import RequestError
 from sdk.api.structured_params import StructuredOutputsParams
+from sdk.kernels.system import SYSTEM
 from sdk.quant.once import Once
 from sdk.quant.tokenizer import Tokenizer
 from sdk.structured.bound import Bound, longest_completion, longest_match
@@ -243,9 +242,7 @@ def _at_low_priority(work: Callable[[], _T]) -> _T:
     future: Future[_T] = Future()
 
     def run() -> None:
-        if sys.platform == "linux":  # where threads have priorities of their own
-            niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness, 19))
+        SYSTEM.lower_priority(_NICENESS)
         try:
             future.set_result(work())
         except BaseException as error:

@@ -8,20 +8,17 @@ schemas), at 116 rules of a grammar with three brackets each, and at 3,281 prope
 from __future__ import annotations
 
 import re
-import resource
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sdk.api.errors import RequestError
+from sdk.kernels.system import SYSTEM
 from sdk.structured.document import Schema, children_of, schemas_in
 from sdk.structured.numbers import check_multiples
 
 #: Bytes of stack for one schema inside another or for one rule or bracket, where up to 9,500 and
 #: 3,300 were measured; and for one property, where 320 were.
 _LEVEL_BYTES, _NAME_BYTES = 16_384, 1024
-#: The stack that is counted on at most; what a thread has where it has no limit (glibc on x86-64).
-_MOST_STACK, _UNLIMITED = 8 * 2**20, 2 * 2**20
 #: Repetitions of a pattern: 5,000 optional characters took 100 MB, 20,000 took 1.6 GB and 10 s.
 _MOST_REPEATS = 3000
 _REPEAT = re.compile(r"\\.|[?*+{]", re.DOTALL)
@@ -40,14 +37,14 @@ def check_size(root: Schema) -> None:
     parts |= {f"#/$defs/{name}": one for name, one in root.get("$defs", {}).items()}
     weights = {name: depth(one) for name, one in parts.items()}
     edges = {name: list(_references(one)) for name, one in parts.items()}
-    most = _stack() // _LEVEL_BYTES
+    most = SYSTEM.stack_bytes() // _LEVEL_BYTES
     if (found := longest_path(weights, edges)) > most:
         raise RequestError(
             f"json: schemas that refer to one another are nested up to {found} deep: expected at "
             f"most {most} for the stack of this thread; use fewer definitions"
         )
     names = _Names(parts)
-    most = _stack() // _NAME_BYTES
+    most = SYSTEM.stack_bytes() // _NAME_BYTES
     for one in parts.values():
         for schema in schemas_in(one):
             if (count := names.of(schema)) > most:
@@ -69,7 +66,7 @@ def check_pattern(name: str, pattern: str) -> None:
 
 def check_rules(weights: Mapping[str, int], edges: Mapping[str, Sequence[str]]) -> None:
     """The same for the rules of a grammar; ``weights``: 1 and the brackets inside one another."""
-    most = _stack() // _LEVEL_BYTES
+    most = SYSTEM.stack_bytes() // _LEVEL_BYTES
     if (found := longest_path(weights, edges)) > most:
         raise RequestError(
             f"grammar: its rules and brackets are nested up to {found} deep: expected at most "
@@ -152,15 +149,6 @@ def _references(schema: Any) -> Iterator[str]:
     for one in schemas_in(schema):
         if isinstance(one.get("$ref"), str):
             yield one["$ref"]
-
-
-def _stack() -> int:
-    """Bytes of stack that this thread can be counted on to have."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    size = _UNLIMITED if soft == resource.RLIM_INFINITY else soft
-    if threading.current_thread() is not threading.main_thread():
-        size = threading.stack_size() or size
-    return min(size, _MOST_STACK)
 
 
 class _Names:

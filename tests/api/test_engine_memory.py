@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
-from sdk.api.machine import release_free_memory
+from sdk.kernels.system import SYSTEM
 from sdk.memory import resolve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -18,7 +18,7 @@ MIB = 2**20
 def resident() -> int:
     """Bytes of this process that are in memory and no file's."""
     gc.collect()
-    release_free_memory()
+    SYSTEM.trim_heap()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

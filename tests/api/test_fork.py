@@ -237,11 +237,11 @@ MEASURE = """
 import gc, json, sys
 from pathlib import Path
 from sdk import LLM, SamplingParams
-from sdk.api.machine import release_free_memory
+from sdk.kernels.system import SYSTEM
 
 def anonymous():
     gc.collect()
-    release_free_memory()
+    SYSTEM.trim_heap()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import sdk.engine.rank.swap_storage
 from sdk import LLM, SamplingParams
 from sdk.engine.plan import Swap
 from sdk.engine.rank.swap_storage import SwapStorage
@@ -104,7 +103,7 @@ def test_pages_that_were_not_written_are_there_for_the_copies_already_decided(
     with LLM(tiny_path, max_model_len=128, **exact) as llm:
         expected = [tokens(llm.generate([prompt], params)[0]) for prompt in PROMPTS]
     with _small(tiny_path, tmp_path, tensor_parallel_size=ranks, **exact) as llm:
-        monkeypatch.setattr(sdk.engine.rank.swap_storage.os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "pwrite", pwrite)
         for _ in range(3):
             assert [tokens(output) for output in llm.generate(PROMPTS, params)] == expected
         metrics = llm.get_metrics()
@@ -123,7 +122,7 @@ def test_a_page_that_was_not_written_can_be_read_until_that_was_told(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sdk.engine.rank.swap_storage.os, "pwrite", full)
+        patch.setattr(os, "pwrite", full)
         storage.run(Swap(1, (2,), out=True))
         storage.run(Swap(page_id(1, 4), (small,), out=True))
         storage.run(Swap(0, (3,), out=True))

@@ -162,8 +162,8 @@ def test_each_replica_needs_swap_space_of_its_own(
     def problem(free: int) -> str:
         with monkeypatch.context() as patch:
             if folder:
-                found = SimpleNamespace(f_bavail=free, f_frsize=1)
-                patch.setattr("sdk.engine.pages.disk_space.os.statvfs", lambda _: found)
+                found = SimpleNamespace(free=free)
+                patch.setattr("sdk.engine.pages.disk_space.shutil.disk_usage", lambda _: found)
             else:
                 patch.setattr("sdk.loading.checks.available_memory", lambda: free)
             return LLM.plan(tiny_path, **options, swap_space=swap).problem

@@ -72,7 +72,7 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     assert CONFIG_MAPPING["llama"]  # where a folder's config.json leaves out what has a default
 
     from sdk import LLM
-    from sdk.api.machine import release_free_memory
+    from sdk.kernels.system import SYSTEM
 
     structured = options.pop("structured", False)
     with LLM(TINY, max_model_len=64) as llm:
@@ -80,7 +80,7 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
         if structured:  # 4.7 MiB of llguidance's own code
             _serve_structures(llm)
     gc.collect()
-    release_free_memory()
+    SYSTEM.trim_heap()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     llm = LLM(plan=LLM.plan(model, **options))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sdk.api.control_groups import GroupMemory, group_memory
 from sdk.api.machine import available_memory, installed_memory
+from sdk.kernels.system import MemoryLimit
+from sdk.kernels.system.control_groups import group_memory
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712\n"  # what version 1 says without a limit, with pages of 4 KiB
@@ -54,7 +55,7 @@ def test_a_containers_limit_less_what_it_uses_is_left_file_pages_aside(tmp_path:
     }
     used = 3 * GIB - GIB // 2 - GIB // 4 - GIB // 8
     found = group_memory(tree(tmp_path, "0::/\n", V2, files))
-    assert found == GroupMemory(4 * GIB, 4 * GIB - used)
+    assert found == MemoryLimit(4 * GIB, 4 * GIB - used)
 
 
 def test_memory_high_is_a_limit_too_where_it_is_the_lower_one(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_memory_high_is_a_limit_too_where_it_is_the_lower_one(tmp_path: Path) ->
         "sys/fs/cgroup/app/memory.current": f"{GIB}\n",
     }
     found = group_memory(tree(tmp_path, "0::/app\n", V2, files))
-    assert found == GroupMemory(2 * GIB, GIB)
+    assert found == MemoryLimit(2 * GIB, GIB)
 
 
 def test_a_group_above_may_be_the_tighter_one(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_group_above_may_be_the_tighter_one(tmp_path: Path) -> None:
         "sys/fs/cgroup/shop/web/one/memory.max": "max\n",
     }
     found = group_memory(tree(tmp_path, "0::/shop/web/one\n", V2, files))
-    assert found == GroupMemory(4 * GIB, GIB)
+    assert found == MemoryLimit(4 * GIB, GIB)
 
 
 def test_a_group_that_uses_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_group_that_uses_more_than_its_limit_has_nothing_left(tmp_path: Path) 
         "sys/fs/cgroup/app/memory.current": f"{2 * GIB}\n",
     }
     found = group_memory(tree(tmp_path, "0::/app\n", V2, files))
-    assert found == GroupMemory(GIB, 0)
+    assert found == MemoryLimit(GIB, 0)
 
 
 def test_version_1_is_read_where_its_memory_controller_is_mounted(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_version_1_is_read_where_its_memory_controller_is_mounted(tmp_path: Path
     }
     both = V1 + mount("cgroup2", "/sys/fs/cgroup/unified")
     found = group_memory(tree(tmp_path, groups, both, files))
-    assert found == GroupMemory(2 * GIB, GIB)
+    assert found == MemoryLimit(2 * GIB, GIB)
 
 
 def test_a_container_that_sees_its_own_group_mounted_as_the_root_has_its_limit(
@@ -119,7 +120,7 @@ def test_a_container_that_sees_its_own_group_mounted_as_the_root_has_its_limit(
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB // 4}\n",
     }
     found = group_memory(tree(tmp_path, "4:memory:/docker/4f\n", mounts, files))
-    assert found == GroupMemory(GIB, GIB - GIB // 4)
+    assert found == MemoryLimit(GIB, GIB - GIB // 4)
 
 
 def test_a_group_outside_of_what_is_mounted_takes_the_limit_at_the_mount(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_group_outside_of_what_is_mounted_takes_the_limit_at_the_mount(tmp_pat
         "sys/fs/memory.max": "1\n",  # what a path with ".." must not reach
     }
     found = group_memory(tree(tmp_path, "0::/../other\n", V2, files))
-    assert found == GroupMemory(GIB, GIB)
+    assert found == MemoryLimit(GIB, GIB)
 
 
 def test_this_process_never_gets_more_than_the_machine_has() -> None:

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "levels.hpp"
+#include "system.hpp"
 
 extern "C" {
 int embedlm_abi_version();
@@ -65,9 +66,8 @@ template <typename T>
 class Buffer {
 public:
     explicit Buffer(int64_t size = 0) : size_(size) {
-        void* data = nullptr;
-        CHECK(posix_memalign(&data, 64, sizeof(T) * (size_t)(size ? size : 1)) == 0);
-        data_ = static_cast<T*>(data);
+        data_ = static_cast<T*>(aligned_memory(sizeof(T) * (size_t)(size ? size : 1)));
+        CHECK(data_);
     }
     Buffer(const Buffer& other) : Buffer(other.size_) {
         memcpy(data_, other.data_, sizeof(T) * (size_t)size_);
@@ -77,7 +77,7 @@ public:
         std::swap(size_, other.size_);
         return *this;
     }
-    ~Buffer() { free(data_); }
+    ~Buffer() { free_aligned(data_); }
     T* data() { return data_; }
     T& operator[](int64_t i) { return data_[i]; }
     int64_t size() const { return size_; }

@@ -1,15 +1,26 @@
 // Ranks and stages.
 #include "driver.hpp"
 
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
+#include <atomic>
+#include <chrono>
+#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
 
 namespace {
+
+namespace fs = std::filesystem;
+
+// A new folder of its own.
+fs::path new_folder() {
+    static std::atomic<int> count{0};
+    const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+    const std::string name = "embedlm-driver-" + std::to_string(now) + "-" + std::to_string(count++);
+    const fs::path folder = fs::temp_directory_path() / name;
+    CHECK(fs::create_directory(folder));
+    return folder;
+}
 
 // Whole experts on each rank, the first on all: every row of expert e is e + 1, added up over tokens.
 void share_experts(RankGroup* group, TestRuntime& runtime, int rank, int size) {
@@ -141,14 +152,15 @@ void take_part(const char* folder, int rank, int size, int level) {
 }  // namespace
 
 void ranks(int size, int level) {
-    char folder[] = "/tmp/embedlm-driver-XXXXXX";
-    CHECK(mkdtemp(folder) != nullptr);
+    const fs::path folder = new_folder();
+    const std::string name = folder.u8string();
     std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) threads.emplace_back(take_part, folder, rank, size, level);
+    for (int rank = 0; rank < size; ++rank)
+        threads.emplace_back(take_part, name.c_str(), rank, size, level);
     for (std::thread& thread : threads) thread.join();
     for (int rank = 0; rank < size; ++rank)
-        CHECK(unlink((folder + std::string("/rank-") + std::to_string(rank)).c_str()) == 0);
-    CHECK(rmdir(folder) == 0);
+        CHECK(fs::remove(folder / ("rank-" + std::to_string(rank))));
+    CHECK(fs::remove(folder));  // it is empty
 }
 
 namespace {
@@ -210,17 +222,17 @@ void run_stage(const char* folder, int stage, int stages, int level) {
 }  // namespace
 
 void pipeline(int stages, int level) {
-    char folder[] = "/tmp/embedlm-driver-XXXXXX";
-    CHECK(mkdtemp(folder) != nullptr);
-    const auto link = [&](int stage) { return folder + std::string("/link-") + std::to_string(stage); };
-    for (int stage = 1; stage < stages; ++stage) CHECK(mkdir(link(stage).c_str(), 0700) == 0);
+    const fs::path folder = new_folder();
+    const std::string name = folder.u8string();
+    const auto link = [&](int stage) { return folder / ("link-" + std::to_string(stage)); };
+    for (int stage = 1; stage < stages; ++stage) CHECK(fs::create_directory(link(stage)));
     std::vector<std::thread> threads;
     for (int stage = 0; stage < stages; ++stage)
-        threads.emplace_back(run_stage, folder, stage, stages, level);
+        threads.emplace_back(run_stage, name.c_str(), stage, stages, level);
     for (std::thread& thread : threads) thread.join();
     for (int stage = 1; stage < stages; ++stage) {
-        for (const char* end : {"/rank-0", "/rank-1"}) CHECK(unlink((link(stage) + end).c_str()) == 0);
-        CHECK(rmdir(link(stage).c_str()) == 0);
+        for (const char* end : {"rank-0", "rank-1"}) CHECK(fs::remove(link(stage) / end));
+        CHECK(fs::remove(link(stage)));
     }
-    CHECK(rmdir(folder) == 0);
+    CHECK(fs::remove(folder));
 }

@@ -12,7 +12,11 @@
 
 enum { kAbiVersion = 44 };
 
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 // Element types of scales, minima, pages and dense values; those of pages are also in
 // kernels/kv_types.py (cpu_element). kLow4 and kHigh4, for scales and minima only, are the two halves

@@ -1,17 +1,14 @@
 #include "expert_cache.hpp"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "linear_scratch.hpp"
 #include "pack.hpp"
+#include "system.hpp"
 #include "weight_check.hpp"
 
 namespace {
@@ -32,38 +29,28 @@ constexpr int kGuessing = 2;
 constexpr double kLearned = 0.05;
 
 int64_t now_ns() {
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return at.tv_sec * 1000000000 + at.tv_nsec;
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 // Lets other threads give slots back.
 void pause(std::unique_lock<std::mutex>* lock) {
     lock->unlock();
-    const timespec wait = {0, 1000 * 1000};
-    nanosleep(&wait, nullptr);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock->lock();
-}
-
-// Whether the open file still has this name, and was not removed or replaced.
-bool is_named(int file, const std::string& path) {
-    const std::string link = "/proc/self/fd/" + std::to_string(file);
-    std::string found(path.size() + 1, '\0');
-    const ssize_t length = readlink(link.c_str(), &found[0], found.size());
-    return length == (ssize_t)path.size() && !found.compare(0, path.size(), path);
 }
 
 }  // namespace
 
 ExpertCache::ExpertCache(int file, const char* path, bool direct, int readers)
-    : file_(file), path_(path), direct_(direct), wanted_readers_(readers), owner_(getpid()) {
+    : file_(file), path_(path), direct_(direct), wanted_readers_(readers), owner_(process_id()) {
     start();
 }
 
 ExpertCache::~ExpertCache() {
     stop();
     for (Kind& kind : kinds_)
-        if (kind.memory) munmap(kind.memory, (size_t)(kind.bytes * kind.slots));
+        if (kind.memory) unmap_memory(kind.memory, (size_t)(kind.bytes * kind.slots));
 }
 
 void ExpertCache::start() {
@@ -74,7 +61,7 @@ void ExpertCache::start() {
 }
 
 void ExpertCache::stop() {
-    if (getpid() != owner_) {  // a forked child has none of the threads
+    if (process_id() != owner_) {  // a forked child has none of the threads
         new std::vector<std::thread>(std::move(readers_));
         readers_.clear();
         return;
@@ -90,8 +77,8 @@ void ExpertCache::stop() {
 
 // A forked child has a copy of the slots, but no readers, and a lock that a reader may have held.
 void ExpertCache::after_fork() {
-    if (getpid() == owner_) return;
-    owner_ = getpid();
+    if (process_id() == owner_) return;
+    owner_ = process_id();
     new (&mutex_) std::mutex;
     new (&work_) std::condition_variable;
     new (&done_) std::condition_variable;
@@ -138,10 +125,8 @@ int ExpertCache::add(int layer, int kind, const Weight* const* stored, Weight* c
 
 bool ExpertCache::reserve(int number, int64_t slots, int64_t bytes) {
     Kind& kind = kinds_[(size_t)number];
-    const size_t size = (size_t)(slots * bytes);
-    void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) return false;
-    madvise(found, size, MADV_HUGEPAGE);
+    void* found = map_memory((size_t)(slots * bytes));
+    if (!found) return false;
     kind.memory = (uint8_t*)found;
     kind.bytes = bytes;
     kind.slots = slots;
@@ -420,18 +405,17 @@ Status ExpertCache::read(const Unit& unit, uint8_t* to) const {
     const int64_t begin = unit.offset / kBlock * kBlock, needed = unit.offset + check.bytes - begin;
     const int64_t bytes = (needed + kBlock - 1) / kBlock * kBlock;
     for (int64_t done = 0; done < needed;) {
-        const ssize_t got = pread(file_, to + done, (size_t)(bytes - done), begin + done);
-        if (got < 0 && errno == EINTR) continue;
+        const int64_t got = read_at(file_, to + done, bytes - done, begin + done);
         if (got <= 0) return kUnreadable;
         done += got;
     }
-    if (!direct_) posix_fadvise(file_, begin, bytes, POSIX_FADV_DONTNEED);
+    if (!direct_) forget_cached(file_, begin, bytes);
     const uint8_t* const data = to + unit.offset % kBlock;
     for (int64_t at = 0; at < check.bytes; at += check.piece) {
         const int64_t rest = check.bytes - at;
         if (sum_of(data + at, rest < check.piece ? rest : check.piece) == check.sums[at / check.piece])
             continue;
-        if (is_named(file_, path_)) unlink(path_.c_str());  // not what another process has put there
+        remove_if_same(file_, path_.c_str());
         return kDamaged;
     }
     return kOk;

@@ -10,8 +10,6 @@
 // with p the share of recent tokens that chose the expert, plus the way around the layers.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -104,7 +102,7 @@ private:
     std::string path_;
     bool direct_;
     int wanted_readers_;
-    pid_t owner_;
+    int64_t owner_;
     std::deque<Group> groups_;  // addresses stay
     std::vector<Layer> layers_;
     std::vector<Kind> kinds_;

@@ -8,6 +8,7 @@
 #include "pack.hpp"
 #include "program.hpp"
 #include "rank_group.hpp"
+#include "system.hpp"
 #include "weight_check.hpp"
 
 namespace {

@@ -1,17 +1,14 @@
 #include "file_parts.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "linear_scratch.hpp"
 #include "pack.hpp"
+#include "system.hpp"
 
 namespace {
 
 // Linux reads at most this much per request, whatever its length: read_ahead_kb of most disks.
 constexpr uintptr_t kAskedAtOnce = 128 * 1024;
 
-uintptr_t page_size() { return (uintptr_t)sysconf(_SC_PAGESIZE); }
 uintptr_t page_of(uintptr_t at) { return at / page_size() * page_size(); }
 uintptr_t page_after(uintptr_t at) { return page_of(at + page_size() - 1); }
 
@@ -35,9 +32,8 @@ int64_t strip_bytes(const Weight& w, int64_t strip) {
     return row_blocks * kTileRows * w.k * (int64_t)element_size(w.scale_type);
 }
 
-void advise(Pages pages, int advice) {
-    // Advice: if the system cannot follow it, memory is read or released later.
-    if (pages.begin < pages.end) madvise((void*)pages.begin, pages.end - pages.begin, advice);
+void release(Pages pages) {
+    if (pages.begin < pages.end) release_pages((void*)pages.begin, pages.end - pages.begin);
 }
 
 }  // namespace
@@ -47,20 +43,19 @@ void stream_file_parts(const LinearArgs& args, const ItemRange& share, int64_t t
         const Pages pages = pages_of(*args.file->next, share.begin, share.end, total);
         for (uintptr_t at = pages.begin; at < pages.end; at += kAskedAtOnce) {
             const uintptr_t rest = pages.end - at;
-            advise({at, at + (rest < kAskedAtOnce ? rest : kAskedAtOnce)}, MADV_WILLNEED);
+            will_need((void*)at, rest < kAskedAtOnce ? rest : kAskedAtOnce);
         }
     }
-    if (args.done) advise(pages_of(*args.done, share.begin, share.end, total), MADV_DONTNEED);
+    if (args.done) release(pages_of(*args.done, share.begin, share.end, total));
 }
 
 void release_part(const FilePart* part) {
-    if (part) advise(pages_of(*part, 0, 1, 1), MADV_DONTNEED);
+    if (part) release(pages_of(*part, 0, 1, 1));
 }
 
 void release_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end) {
     if (!part || w.codes < part->begin || w.codes >= part->begin + part->bytes) return;
     const uintptr_t codes = (uintptr_t)w.codes;
-    advise({page_after(codes + (uintptr_t)strip_bytes(w, begin)),
-            page_of(codes + (uintptr_t)strip_bytes(w, end))},
-           MADV_DONTNEED);
+    release({page_after(codes + (uintptr_t)strip_bytes(w, begin)),
+             page_of(codes + (uintptr_t)strip_bytes(w, end))});
 }

@@ -4,9 +4,9 @@
 
 #include <math.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "sources.hpp"
+#include "system.hpp"
 
 namespace {
 
@@ -313,7 +313,7 @@ namespace {
 bool read_stored(const EmbeddingArgs& args, int64_t id, int64_t first, int64_t count, uint8_t* to) {
     const int64_t at = args.offset + id * args.row_bytes + first;
     for (int64_t done = 0; done < count;) {
-        const ssize_t more = pread(args.descriptor, to + done, (size_t)(count - done), at + done);
+        const int64_t more = read_at(args.descriptor, to + done, count - done, at + done);
         if (more <= 0) return false;
         done += more;
     }

@@ -1,8 +1,7 @@
 #include "pool.hpp"
 
-#include <unistd.h>
-
 #include "spin.hpp"
+#include "system.hpp"
 
 namespace {
 
@@ -16,7 +15,7 @@ constexpr uint32_t next_of(uint64_t own) { return (uint32_t)own & kTaskMask; }
 
 }  // namespace
 
-Pool::Pool(int threads) : own_(new Own[(size_t)threads]), threads_(threads), owner_(getpid()) {
+Pool::Pool(int threads) : own_(new Own[(size_t)threads]), threads_(threads), owner_(process_id()) {
     try {
         for (int i = 1; i < threads; ++i) workers_.emplace_back(&Pool::work, this, i);
     } catch (...) {  // the system has no more threads: use those that started
@@ -36,7 +35,7 @@ void Pool::stop() {
     workers_.clear();
 }
 
-bool Pool::inherited() const { return getpid() != owner_; }
+bool Pool::inherited() const { return process_id() != owner_; }
 
 // Runs phases of one task from `phase` on, then opens the first one with more tasks to all threads.
 void Pool::open(int phase, int thread) {
@@ -112,6 +111,7 @@ void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Rea
 }
 
 void Pool::work(int thread) {
+    begin_computing_thread();
     uint32_t seen = 0;  // no phase is open before the constructor is done
     while (!stop_.load(std::memory_order_relaxed)) {
         await(wake_, sleepers_, [=] {

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <stdint.h>
-#include <sys/types.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -102,7 +101,7 @@ private:
     int count_ = 0;
     uint32_t base_ = 1;  // the epoch of phase 0
     int threads_;
-    pid_t owner_;
+    int64_t owner_;
     std::mutex mutex_;
     std::condition_variable wake_, end_;
     std::vector<std::thread> workers_;

@@ -4,7 +4,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include <atomic>
 #include <chrono>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "levels.hpp"
+#include "system.hpp"
 
 namespace {
 
@@ -227,11 +227,8 @@ PeakLoop peak_loop(int level, int bits) {
 EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
     if (bytes < 1 || threads < 1) return 0;
     const size_t part = ((size_t)bytes + 4095) / 4096 * 4096, size = part * (size_t)threads;
-    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return 0;
-#if defined(MADV_HUGEPAGE)
-    madvise(data, size, MADV_HUGEPAGE);  // like packed weights: 4 KiB pages would measure the TLB
-#endif
+    void* data = map_memory(size);  // like packed weights: 4 KiB pages would measure the TLB
+    if (!data) return 0;
     const double rate = sum_of_rates(threads, [=](int thread) {
         uint64_t* words = static_cast<uint64_t*>(data) + (size_t)thread * part / 8;
         memset(words, 1, part);  // also places the pages in memory near this thread
@@ -244,7 +241,7 @@ EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
         }
         return (double)passes * (double)part / taken;
     });
-    munmap(data, size);
+    unmap_memory(data, size);
     return rate;
 }
 

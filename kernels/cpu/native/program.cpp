@@ -1,6 +1,5 @@
 #include "program.hpp"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include <type_traits>
@@ -14,6 +13,7 @@
 #include "masks.hpp"
 #include "pack.hpp"
 #include "state_plan.hpp"
+#include "system.hpp"
 #include "weight_check.hpp"
 
 namespace {
@@ -223,15 +223,15 @@ size_t args_size(int kind) {
 }
 
 void Scratch::release() {
-    free(data_);
+    free_aligned(data_);
     data_ = nullptr;
     size_ = 0;
 }
 
 bool Scratch::reserve(size_t bytes, bool zeroed) {
     if (bytes <= size_) return true;
-    free(data_);
-    data_ = static_cast<uint8_t*>(aligned_alloc(kCacheLine, aligned(bytes)));
+    free_aligned(data_);
+    data_ = static_cast<uint8_t*>(aligned_memory(aligned(bytes)));
     size_ = data_ ? bytes : 0;
     if (data_ && zeroed) memset(data_, 0, bytes);
     return data_ != nullptr;

@@ -1,24 +1,13 @@
 #include "rank_group.hpp"
 
-#include <fcntl.h>
-#include <sched.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <new>
+#include <thread>
 
 #include "spin.hpp"
-
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
 
 namespace {
 
@@ -26,42 +15,9 @@ namespace {
 constexpr int64_t kTickNs = 100 * 1000 * 1000;
 constexpr int kNameBytes = 4096;
 
-void sleep_ns(int64_t nanoseconds) {
-    const timespec time = {0, (long)nanoseconds};
-    nanosleep(&time, nullptr);
-}
-
-// Sleeps until `word` is not `seen`, for at most a tick; may return early.
-void sleep_on(std::atomic<uint32_t>* word, uint32_t seen) {
-#if defined(__linux__)
-    const timespec tick = {0, kTickNs};
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, &tick, nullptr, 0);
-#else
-    (void)word, (void)seen;
-    sleep_ns(50 * 1000);
-#endif
-}
-
-void wake_all(std::atomic<uint32_t>* word) {
-#if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#else
-    (void)word;
-#endif
-}
-
 bool name_of(char* name, const char* folder, int rank, const char* suffix) {
     const int length = snprintf(name, kNameBytes, "%s/rank-%d%s", folder, rank, suffix);
     return length > 0 && length < kNameBytes;
-}
-
-// Linux reports a full file system here, not by a signal when the memory is first written.
-bool extend(int file, int64_t bytes) {
-#if defined(__linux__)
-    return posix_fallocate(file, 0, bytes) == 0;
-#else
-    return ftruncate(file, bytes) == 0;
-#endif
 }
 
 }  // namespace
@@ -70,15 +26,14 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "a count is shared by 
 
 void RankGroup::unmap(int rank) {
     Peer& peer = peers_[rank];
-    if (peer.memory) munmap(peer.memory, (size_t)peer.mapped);
+    if (peer.memory) unmap_shared(peer.memory, peer.mapped);
     peer.memory = nullptr;
 }
 
 bool RankGroup::map(int rank, int64_t bytes) {
     Peer& peer = peers_[rank];
     unmap(rank);
-    void* memory = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, peer.file, 0);
-    peer.memory = memory == MAP_FAILED ? nullptr : static_cast<uint8_t*>(memory);
+    peer.memory = static_cast<uint8_t*>(map_shared(peer.file, bytes));
     peer.mapped = bytes;
     return peer.memory != nullptr;
 }
@@ -86,33 +41,27 @@ bool RankGroup::map(int rank, int64_t bytes) {
 Status RankGroup::open_own(const char* folder) {
     char hidden[kNameBytes], name[kNameBytes];
     if (!name_of(hidden, folder, rank_, ".new") || !name_of(name, folder, rank_, "")) return kRankLost;
-    const int file = open(hidden, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (file < 0) return kRankLost;
-    peers_[rank_].file = file;
-    // flock locks belong to this opening of the file, and end with the process.
-    if (flock(file, LOCK_EX | LOCK_NB) != 0) return kRankLost;
-    if (!extend(file, kHeaderBytes) || !map(rank_, kHeaderBytes)) return kOutOfMemory;
+    const FileHandle file = peers_[rank_].file = create_locked(hidden);
+    if (file == kNoFile) return kRankLost;
+    if (!extend_file(file, kHeaderBytes) || !map(rank_, kHeaderBytes)) return kOutOfMemory;
     new (&header(rank_)) Header();
-    return rename(hidden, name) == 0 ? kOk : kRankLost;  // the others see it complete, or not at all
+    return rename_file(hidden, name) ? kOk : kRankLost;  // the others see it complete, or not at all
 }
 
 Status RankGroup::open_peer(const char* folder, int rank, double seconds) {
     char name[kNameBytes];
     if (!name_of(name, folder, rank, "")) return kRankLost;
     for (double waited = 0;; waited += 0.001) {
-        peers_[rank].file = open(name, O_RDWR | O_CLOEXEC);
-        if (peers_[rank].file >= 0) return map(rank, kHeaderBytes) ? kOk : kOutOfMemory;
+        peers_[rank].file = open_shared(name);
+        if (peers_[rank].file != kNoFile) return map(rank, kHeaderBytes) ? kOk : kOutOfMemory;
         if (waited >= seconds || broken()) return kRankLost;
-        sleep_ns(1000 * 1000);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 }
 
 // With fewer CPUs than processes, a rank that spins takes the time of the one it waits for.
 void RankGroup::choose_spinning() {
-#if defined(__linux__)
-    cpu_set_t cpus;
-    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) spins_ = CPU_COUNT(&cpus) >= processes_;
-#endif
+    if (const int cpus = usable_cpus()) spins_ = cpus >= processes_;
 }
 
 Status RankGroup::join(const char* folder, double seconds) {
@@ -127,7 +76,7 @@ Status RankGroup::join(const char* folder, double seconds) {
 }
 
 void RankGroup::give_up() {
-    if (getpid() != owner_) return;
+    if (process_id() != owner_) return;
     broken_.store(true);
     if (!peers_[rank_].memory) return;
     Header& own = header(rank_);
@@ -140,16 +89,11 @@ RankGroup::~RankGroup() {
     for (int rank = 0; rank < size_ && rank < kMaxRanks; ++rank) {
         Peer& peer = peers_[rank];
         unmap(rank);
-        if (peer.file >= 0) ::close(peer.file);
+        if (peer.file != kNoFile) close_shared(peer.file);
     }
 }
 
-// A lock that this process could take is one that its holder's death has released.
-bool RankGroup::alive(int rank) const {
-    if (flock(peers_[rank].file, LOCK_SH | LOCK_NB) != 0) return true;
-    flock(peers_[rank].file, LOCK_UN);
-    return false;
-}
+bool RankGroup::alive(int rank) const { return is_locked(peers_[rank].file); }
 
 bool RankGroup::arrived(int rank, uint32_t number) const {
     return (int32_t)(header(rank).count.load(std::memory_order_acquire) - number) >= 0;
@@ -168,7 +112,7 @@ bool RankGroup::await(int rank, uint32_t number) {
         do {
             other.sleepers.fetch_add(1);
             const uint32_t seen = other.count.load();
-            if ((int32_t)(seen - number) < 0 && !other.lost.load()) sleep_on(&other.count, seen);
+            if ((int32_t)(seen - number) < 0 && !other.lost.load()) sleep_on(&other.count, seen, kTickNs);
             other.sleepers.fetch_sub(1);
         } while (!arrived(rank, number) && !broken() && !other.lost.load() &&
                  std::chrono::steady_clock::now() - begin < std::chrono::nanoseconds(kTickNs / 2));
@@ -195,7 +139,7 @@ bool RankGroup::wait(uint32_t number) {
 }
 
 bool RankGroup::grow(int64_t bytes) {
-    if (!extend(peers_[rank_].file, file_bytes(rank_, bytes))) return false;
+    if (!extend_file(peers_[rank_].file, file_bytes(rank_, bytes))) return false;
     return wait(next());  // all files have the new size
 }
 

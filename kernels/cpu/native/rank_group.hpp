@@ -17,11 +17,11 @@
 #pragma once
 
 #include <stdint.h>
-#include <unistd.h>
 
 #include <atomic>
 
 #include "abi.hpp"
+#include "system.hpp"
 
 class RankGroup {
 public:
@@ -30,7 +30,7 @@ public:
     // power of two; 0: not a link.
     RankGroup(int rank, int size, int processes, int slots, double patience_s)
         : rank_(rank), size_(size), processes_(processes), link_(slots > 0), areas_(slots ? slots : 2),
-          patience_s_(patience_s), owner_(getpid()) {}
+          patience_s_(patience_s), owner_(process_id()) {}
     ~RankGroup();
     RankGroup(const RankGroup&) = delete;
     RankGroup& operator=(const RankGroup&) = delete;
@@ -75,7 +75,7 @@ private:
     };
     static_assert(sizeof(Header) <= kHeaderBytes, "the areas follow the header");
     struct Peer {
-        int file = -1;
+        FileHandle file = kNoFile;
         uint8_t* memory = nullptr;
         int64_t mapped = 0;
     };
@@ -100,7 +100,7 @@ private:
     bool link_;
     int areas_;  // in a file
     double patience_s_;
-    pid_t owner_;
+    int64_t owner_;
     uint32_t number_ = 0;
     bool spins_ = true;
     int64_t capacity_ = 0;

@@ -1,10 +1,11 @@
 #include "weight_check.hpp"
 
-#include <errno.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+#include "system.hpp"
 
 namespace {
 
@@ -21,20 +22,9 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 
 // If the piece is not in memory, asks for it.
 void read_ahead(const uint8_t* at, int64_t bytes) {
-    unsigned char there = 0;
-    if (mincore(const_cast<uint8_t*>(at), 1, &there) || there & 1) return;
+    if (is_resident(at)) return;
     for (int64_t i = 0; i < bytes; i += kAskedAtOnce)
-        madvise(const_cast<uint8_t*>(at) + i, (size_t)(bytes - i < kAskedAtOnce ? bytes - i : kAskedAtOnce),
-                MADV_WILLNEED);
-}
-
-// Maps a piece in one call: 256 faults of a page, or 16 of 16 pages, take longer.
-void map_pages(const uint8_t* at, int64_t bytes) {
-#ifdef MADV_POPULATE_READ
-    madvise(const_cast<uint8_t*>(at), (size_t)bytes, MADV_POPULATE_READ);
-#else
-    madvise(const_cast<uint8_t*>(at), (size_t)bytes, 22);  // older headers; EINVAL before Linux 5.14
-#endif
+        will_need(at + i, (size_t)(bytes - i < kAskedAtOnce ? bytes - i : kAskedAtOnce));
 }
 
 }  // namespace
@@ -67,7 +57,7 @@ bool compare_sums(WeightCheck* check) {
             read_ahead(ahead, check->end - ahead < check->piece ? check->end - ahead : check->piece);
         const int64_t rest = check->bytes - i * check->piece;
         const int64_t bytes = rest < check->piece ? rest : check->piece;
-        map_pages(at, bytes);
+        populate_read(at, (size_t)bytes);  // 256 faults of a page, or 16 of 16 pages, take longer
         int32_t unchecked = kUnchecked;
         if (sum_of(at, bytes) != check->sums[i])
             __atomic_store_n(&check->state, kWrong, __ATOMIC_RELEASE);
@@ -77,26 +67,7 @@ bool compare_sums(WeightCheck* check) {
     }
     int32_t state;
     while ((state = __atomic_load_n(&check->state, __ATOMIC_ACQUIRE)) == kUnchecked) {
-        const timespec wait = {0, 50 * 1000};
-        nanosleep(&wait, nullptr);
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     return state == kRight;
-}
-
-int read_over(int file, int64_t offset, void* at, int64_t bytes) {
-    const size_t size = (size_t)bytes;
-    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return errno;
-    madvise(memory, size, MADV_HUGEPAGE);
-    int error = 0;
-    for (int64_t done = file < 0 ? bytes : 0; done < bytes && !error;) {
-        const ssize_t got = pread(file, (uint8_t*)memory + done, (size_t)(bytes - done), offset + done);
-        if (got < 0 && errno != EINTR) error = errno;
-        else if (!got) error = ENODATA;
-        else if (got > 0) done += got;
-    }
-    if (!error && mprotect(memory, size, PROT_READ)) error = errno;
-    if (!error && mremap(memory, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) error = errno;
-    if (error) munmap(memory, size);
-    return error;
 }

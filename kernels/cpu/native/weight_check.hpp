@@ -19,8 +19,3 @@ inline bool is_right(const Weight& w) {
     return !w.check || __atomic_load_n(&w.check->state, __ATOMIC_ACQUIRE) == kRight ||
            compare_sums(w.check);
 }
-
-// Replaces `bytes` of a mapping at `at` by private memory with the same bytes of the file, read at
-// `offset`; with file -1 by zeros. Other threads may read them meanwhile, so checks of weights that get
-// zeros must be kWrong before. 0, or an errno; ENODATA: the file ends before.
-int read_over(int file, int64_t offset, void* at, int64_t bytes);

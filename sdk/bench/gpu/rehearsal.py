@@ -7,7 +7,6 @@ process finds them. Nothing is timed, because the rows share the card.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock, Thread
@@ -16,6 +15,7 @@ from typing import Any
 from sdk.api.errors import SdkError
 from sdk.bench.gpu.process import NoCard, Worker
 from sdk.bench.gpu.rows import Row
+from sdk.kernels.system import SYSTEM
 
 
 class Rehearsal:
@@ -62,7 +62,7 @@ class Rehearsal:
         except SdkError:  # the first row reports it again
             first.close()
             first = None
-        count = min(len(self._waiting), len(os.sched_getaffinity(0))) or 1
+        count = min(len(self._waiting), SYSTEM.num_cpus()) or 1
         workers = [first, *[None] * (count - 1)]
         threads = [Thread(target=self._rehearse, args=(w,), daemon=True) for w in workers]
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sdk.bench.serve.options import read_options
 from sdk.bench.serve.servers import OWN, Launch, server_at, start
 from sdk.bench.serve.subjects import OwnEngine, Subject, request_headers
 from sdk.cli.engine_arguments import engine_options
+from sdk.kernels.system import SYSTEM
 
 #: Tokens of a request that started servers have room for, without --max-model-len.
 _CONTEXT = 2048
@@ -99,7 +99,7 @@ def _started(
     for peer in (OWN, *args.against):
         launch = Launch(
             files.path if peer.engine in (OURS, "llama.cpp") else _unpacked(files),
-            args.threads or len(os.sched_getaffinity(0)),
+            args.threads or SYSTEM.num_cpus(),
             args.max_num_seqs or _REQUESTS,
             args.max_model_len or _CONTEXT,
         )

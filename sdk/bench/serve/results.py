@@ -16,7 +16,6 @@ from typing import Any
 from sdk import __version__
 from sdk.api.errors import SdkError
 from sdk.api.load_progress import is_terminal
-from sdk.bench import cpu_name
 from sdk.bench.serve import report
 from sdk.bench.serve.options import arrivals_of
 from sdk.bench.serve.plots import write_plots
@@ -25,6 +24,7 @@ from sdk.bench.serve.runs import Case, Run, Runs
 from sdk.bench.serve.subjects import Subject
 from sdk.bench.serve.summary import Summary
 from sdk.bench.serve.sweep import FIRST_RATE, Probe, sweep
+from sdk.kernels.system import SYSTEM
 
 
 class Results:
@@ -141,8 +141,8 @@ class Results:
 
     def _machine(self) -> dict[str, Any]:
         return {
-            "cpu": cpu_name(),
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpu": SYSTEM.cpu_name(),
+            "cpus": SYSTEM.num_cpus(),
             "python": platform.python_version(),
             "load_average": {"before": self._load[0], "after": self._load[-1]},
         }

@@ -8,12 +8,13 @@ leave them in Triton's cache on the disk. They launch nothing, so they do not di
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from sdk.kernels.system import SYSTEM
 
 if TYPE_CHECKING:
     from sdk.bench.gpu.card import Card
@@ -32,7 +33,7 @@ SHAPES = ((2048, 2048), (2048, 1024))
 def compiling(card: Card, model: str | None) -> Iterator[None]:
     """Compile in the background; the processes end with the context. Only for the default layers:
     a model's own are too few kernels, and the interpreter compiles none."""
-    count = min(len(os.sched_getaffinity(0)) - 1, _MOST)
+    count = min(SYSTEM.num_cpus() - 1, _MOST)
     workers = []
     if model is None and not card.tiny:
         command = [sys.executable, "-m", "sdk.bench.tune.compile"]

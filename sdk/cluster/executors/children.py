@@ -30,6 +30,7 @@ from sdk.cluster.executors.groups import RankGroup, meeting_place
 from sdk.cluster.executors.worker import WorkerStart
 from sdk.cluster.wire.local import Channel, pack
 from sdk.kernels.errors import CollectiveError
+from sdk.kernels.system import SYSTEM
 from sdk.models.parallel import Mesh
 
 _TICK_S = 1.0
@@ -172,7 +173,7 @@ class Child(Worker):
                 # if a forked child of the host holds a copy of the worker's end, no hang-up comes
                 if self.process.poll() is not None and not self._channel.readable(0):
                     raise EOFError("the worker has ended")
-                stopped = stopped + 1 if _is_stopped(self.process.pid) else 0
+                stopped = stopped + 1 if SYSTEM.is_stopped(self.process.pid) else 0
                 if stopped * _TICK_S >= _STOPPED_S:
                     raise EOFError("the worker was stopped by a signal")
             except (EOFError, OSError) as error:
@@ -189,7 +190,7 @@ class Child(Worker):
         return EngineDeadError(f"{self} failed: {message[1]}{self._stderr_text()}")
 
     def why_silent(self) -> tuple[int, str]:
-        if _is_stopped(self.process.pid):
+        if SYSTEM.is_stopped(self.process.pid):
             return 2, "was stopped by a signal and does not answer"
         return super().why_silent()
 
@@ -265,7 +266,7 @@ class Children:
         processes = [child.process for child in self._children if isinstance(child, Child)]
         stopped = waited = last = 0
         while not self._ended.wait(_WATCH_S):
-            stopped = stopped + 1 if any(_is_stopped(one.pid) for one in processes) else 0
+            stopped = stopped + 1 if any(SYSTEM.is_stopped(one.pid) for one in processes) else 0
             call = works()
             waited, last = waited + 1 if call and call == last else 0, call
             why = ""
@@ -393,20 +394,12 @@ def import_path() -> list[str]:
     return path if root in path else [root, *path]
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process; False where the system does not say."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[:1] == ["T"]
-
-
 def last_messages(stderr: IO[bytes]) -> str:
     """The end of what a process wrote to its standard error, as lines of an error message."""
     size = os.fstat(stderr.fileno()).st_size
-    data = os.pread(stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
-    lines = data.decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
+    data = bytearray(_STDERR_BYTES)
+    count = SYSTEM.read_at(stderr.fileno(), memoryview(data), max(size - _STDERR_BYTES, 0))
+    lines = data[:count].decode("utf-8", "replace").splitlines()[-_STDERR_LINES:]
     return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
 
 
@@ -417,5 +410,5 @@ def exit_text(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = ", perhaps by the system for lack of memory" if -code == signal.SIGKILL else ""
+    hint = ", perhaps by the system for lack of memory" if name == "SIGKILL" else ""
     return f"was killed ({name}{hint})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from typing import Literal
 
@@ -10,6 +12,7 @@ from sdk.cluster.executors.gloo import connect as connect_gloo, connect_tcp
 from sdk.cluster.executors.remote.tcp_group import TcpGroup
 from sdk.cluster.executors.torch_group import TorchGroup, TorchLink
 from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
+from sdk.kernels.system import SYSTEM
 
 #: ``"memory"``: shared memory of one machine; a sum of 16 KB over two ranks takes about 5 us.
 #: ``"gloo"``: sockets of the loopback device; 260 us. ``"tcp"``: gloo's sockets between machines,
@@ -17,9 +20,9 @@ from sdk.kernels.cpu.rank_group import SharedGroup, SharedLink, why_not_shared
 Transport = Literal["memory", "gloo", "tcp"]
 RankGroup = SharedGroup | TorchGroup | SharedLink | TorchLink | TcpGroup
 
-# A file system in memory. The files of a large model's ranks have tens of MB, and containers often
+# Of a folder in memory. The files of a large model's ranks have tens of MB, and containers often
 # have 64 MB there: then a folder on a disk is used, whose files stay in the page cache.
-_IN_MEMORY, _ENOUGH = "/dev/shm", 256 * 2**20
+_ENOUGH = 256 * 2**20
 
 
 def transport() -> Transport:
@@ -30,12 +33,10 @@ def transport() -> Transport:
 def meeting_place() -> str:
     """A new folder, only for this user, in which the ranks meet. Its name has this process's id."""
     prefix = f"embedlm-{os.getpid()}-"
-    try:
-        room = os.statvfs(_IN_MEMORY)
-        if room.f_bavail * room.f_frsize >= _ENOUGH:
-            return tempfile.mkdtemp(prefix=prefix, dir=_IN_MEMORY)
-    except OSError:
-        pass
+    folder = SYSTEM.memory_folder()
+    with contextlib.suppress(OSError):
+        if folder is not None and shutil.disk_usage(folder).free >= _ENOUGH:
+            return tempfile.mkdtemp(prefix=prefix, dir=folder)
     return tempfile.mkdtemp(prefix=prefix)
 
 

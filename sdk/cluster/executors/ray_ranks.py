@@ -37,6 +37,7 @@ from sdk.cluster.executors.gloo import TcpStore
 from sdk.cluster.executors.groups import RankGroup, meeting_place
 from sdk.cluster.executors.worker import WorkerStart, answer, join, prepare
 from sdk.kernels.errors import CollectiveError
+from sdk.kernels.system import SYSTEM
 from sdk.models.parallel import Mesh
 
 #: How long a failed rank may take until Ray knows: 0.1 s for an actor on a node that lives.
@@ -165,9 +166,7 @@ class RayRank:
         if self.here is None or self.here.node_id != node_id:
             return
         while time.monotonic() < deadline:
-            try:
-                os.kill(self.here.pid, 0)
-            except OSError:
+            if not SYSTEM.is_alive(self.here.pid):
                 return
             time.sleep(0.01)
 

@@ -12,7 +12,6 @@ import faulthandler
 import os
 import select
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.cluster.wire.local import Channel, pack
 from sdk.engine.executor import RankCall
+from sdk.kernels.system import SYSTEM
 
 if TYPE_CHECKING:
     from sdk.cluster.executors.grid import Grid
@@ -52,9 +52,7 @@ class WorkerStart:
 
 def main(descriptor: int, parent: int, folder: str) -> None:
     """Run the worker and end the process; ``descriptor`` is its end of the control channel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the host decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    SYSTEM.leave_signals_to_parent()
     faulthandler.enable()
     channel = Channel(socket.socket(fileno=descriptor))
     threading.Thread(target=_end_with, args=(channel, parent, folder), daemon=True).start()

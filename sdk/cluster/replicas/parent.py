@@ -10,7 +10,6 @@ It never runs a step, has no thread when it forks, and does nothing but wait for
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -37,21 +36,19 @@ from sdk.cluster.replicas.messages import (
     sendable,
 )
 from sdk.cluster.wire.local import Channel, pack
+from sdk.kernels.system import SYSTEM
 
 if TYPE_CHECKING:
     from sdk.engine.rank.rank_model import RankModel
     from sdk.loading.load import Loaded, ModelFacts
 
-_PR_SET_PDEATHSIG = 1
 _TICK_MS = 100
 _PROGRESS_S = 0.05
 
 
 def main(messages: int, descriptors: int) -> None:
     """Serve the socket ``messages``; sockets of replicas come over ``descriptors``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the host decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    SYSTEM.leave_signals_to_parent()
     faulthandler.enable()
     parent = _Parent(Channel(socket.socket(fileno=messages)), socket.socket(fileno=descriptors))
     try:
@@ -169,7 +166,7 @@ class _Parent:
             return
         code = 1
         try:
-            _die_with_parent()
+            SYSTEM.end_with_parent()
             self._channel.forget()
             self._descriptors.close()
             self._pids.clear()
@@ -232,13 +229,3 @@ class _Parent:
             os.kill(pid, signal.SIGKILL)
         if self._lockstep is not None:
             self._lockstep.close()
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. The parent has only one thread, so
-    the signal does not come early (see ``sdk/cluster/executors/worker.py``)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)

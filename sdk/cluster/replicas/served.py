@@ -10,13 +10,13 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import OutOfMemoryError, RequestError
 from sdk.api.load_progress import reporting
 from sdk.api.lora import KnownAdapter, LoRARequest
-from sdk.api.machine import release_free_memory
 from sdk.api.sizes import parse_bytes
 from sdk.cluster.replicas.replica_set import ReplicaSet
 from sdk.cluster.replicas.totals import total_stats
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.running_requests import RequestInfo
 from sdk.engine.snapshot import Snapshot
+from sdk.kernels.system import SYSTEM
 from sdk.loading.alternatives import checked_plan
 from sdk.loading.load import ModelFacts, read_facts
 from sdk.loading.quant_report import QuantReport
@@ -60,7 +60,7 @@ class ServedReplicas:
             self.facts = read_facts(config, checkpoint, memory)
         finally:
             checkpoint.close()
-        release_free_memory()
+        SYSTEM.trim_heap()
         with reporting("load", "B", config.on_progress) as report:
             own = replica_config(config, memory)
             self.driver = ReplicaSet(config, own, threads_of(config), report)
@@ -260,7 +260,7 @@ class _Memory:
 
     def trim(self) -> None:
         self._replicas.call_all("", "trim")
-        release_free_memory()
+        SYSTEM.trim_heap()
 
     def resize(self, memory: int | str) -> MemoryPlan:
         budget, plan = parse_bytes(memory, "resize"), self.plan

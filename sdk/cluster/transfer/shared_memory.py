@@ -8,7 +8,6 @@ sides ask the kernel who the other is. Linux only.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -39,17 +38,15 @@ from sdk.cluster.transfer.stream import (
     checked_seconds,
 )
 from sdk.cluster.wire.stream import Stream
+from sdk.kernels.system import SYSTEM
 from sdk.quant.safe_repr import safe_repr
 
 _PREFIX = "embedlm-kv-"
 _HELLO = struct.Struct("<8sQ")
 _MAGIC = b"EMBEDKVS"
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LEAST_RING, MOST_RING = 1 << 20, 1 << 34
 _BACKLOG = 16
 _CLOSED = "the connection was closed"
-#: Without these a sender could cut the file, and reading it would end this process.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemoryConnector:
@@ -65,6 +62,7 @@ class SharedMemoryConnector:
             raise RequestError(
                 f"ring_bytes: expected {_LEAST_RING} to {MOST_RING}, found {safe_repr(ring_bytes)}"
             )
+        _check_system()
         self._ring_bytes = ring_bytes
         self._timeout = checked_seconds(timeout)
         self._streams = OpenStreams()
@@ -101,6 +99,7 @@ class SharedMemoryListener:
     """Receives from processes of this user. See ``KVListener``."""
 
     def __init__(self, *, timeout: float = 120.0) -> None:
+        _check_system()
         self._timeout = checked_seconds(timeout)
         self._address = _PREFIX + secrets.token_hex(16)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -132,10 +131,8 @@ class _SenderRing(FrameStream):
     def __init__(self, sock: socket.socket, timeout: float, size: int) -> None:
         super().__init__(Stream(sock), timeout)
         self._size = size
-        self._file = os.memfd_create(_PREFIX + "ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = SYSTEM.sealed_memory(size)
         try:
-            os.ftruncate(self._file, size)
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             # of numpy, which lets other threads run while it copies
             self._ring = np.frombuffer(mmap.mmap(self._file, size), dtype=np.uint8)
         except BaseException:
@@ -289,22 +286,30 @@ def _too_small(what: str, count: int, size: int) -> TransferError:
 
 def _mapped(file: int, magic: bytes, size: int) -> memoryview:
     try:
-        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        is_sealed = SYSTEM.is_sealed(file)
     except OSError as error:
         raise TransferError(f"expected a memory file, found another one: {error}") from error
     found = os.fstat(file).st_size
     if magic != _MAGIC or size != found or not _LEAST_RING <= size <= MOST_RING:
         raise TransferError(f"expected a ring of {size} bytes, found {found} in {magic!r}")
-    if seals & _SEALS != _SEALS:
+    if not is_sealed:
         raise TransferError("the sender's memory is not sealed, so it could be cut")
     try:
-        return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
+        return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
         raise TransferError(f"the sender's memory cannot be mapped: {error}") from error
 
 
+def _check_system() -> None:
+    if not SYSTEM.can_seal:
+        raise RequestError(
+            f"shared memory between engines needs Linux, this is {SYSTEM.name}: use TcpConnector "
+            "and TcpListener"
+        )
+
+
 def _check_user(sock: socket.socket) -> None:
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(data)[1]
-    if user != os.getuid():
-        raise TransferError(f"the other side is user {user}; expected {os.getuid()}")
+    try:
+        SYSTEM.check_peer(sock)
+    except PermissionError as error:
+        raise TransferError(str(error)) from error

@@ -9,16 +9,12 @@ Diffie and Hellman). docs/security.md says why this way.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import socket
-import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import numpy as np
 
@@ -26,6 +22,7 @@ from sdk.api.errors import RequestError
 from sdk.api.remote_workers import Address
 from sdk.cluster.wire.certificate import key_pair
 from sdk.cluster.wire.stream import READ_BYTES, Buffer, Stream, drop
+from sdk.kernels.system import SYSTEM
 
 try:
     import ssl
@@ -121,15 +118,7 @@ def _explained(error: ssl.SSLError) -> HandshakeError:
 
 def _load_key(context: ssl.SSLContext, text: str) -> None:
     """``ssl`` reads keys from files only: from one in memory where there are such files."""
-    with contextlib.ExitStack() as stack:
-        if Path("/proc/self/fd").is_dir() and hasattr(os, "memfd_create"):
-            file: IO[str] = stack.enter_context(os.fdopen(os.memfd_create("embedlm-key"), "w"))
-            name = f"/proc/self/fd/{file.fileno()}"
-        else:  # one that only this user can read, for a moment
-            file = stack.enter_context(tempfile.NamedTemporaryFile("w"))
-            name = file.name
-        file.write(text)
-        file.flush()
+    with SYSTEM.hidden_file(text) as name:
         context.load_cert_chain(name)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from sdk.api.errors import OutOfMemoryError
 from sdk.api.sizes import format_bytes
-
-#: File systems that keep their files in memory.
-_IN_MEMORY = ("tmpfs", "ramfs")
-_MOUNTS = Path("/proc/self/mountinfo")
+from sdk.kernels.system import SYSTEM
 
 
 def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
@@ -25,11 +23,10 @@ def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
     except OSError as error:
         raise OutOfMemoryError(f"{option}: cannot create a file in {folder}: {error}") from error
     try:
-        os.posix_fallocate(file.fileno(), 0, size)
+        SYSTEM.reserve_space(file.fileno(), 0, size)
     except OSError as error:
         file.close()
-        found = os.statvfs(folder)
-        free = format_bytes(found.f_bavail * found.f_frsize)
+        free = format_bytes(shutil.disk_usage(folder).free)
         raise OutOfMemoryError(
             f"{option}: {folder} has no room for {format_bytes(size)} of {what}: {free} are free "
             f"({error})"
@@ -41,8 +38,7 @@ def disk_space_problem(option: str, folder: str, size: int, what: str) -> str:
     """Why :func:`reserved_file` would fail, as far as it is known without writing; else empty."""
     if not Path(folder).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return f"{option}: cannot create a file in {folder}: it is not a writable folder"
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    free = shutil.disk_usage(folder).free
     if size <= free:
         return ""
     return (
@@ -58,22 +54,9 @@ def disk_folder(given: str | None) -> str:
     """
     folders = [given] if given is not None else [tempfile.gettempdir(), "/var/tmp"]
     for folder in folders:
-        if (given is not None or Path(folder).is_dir()) and not _is_in_memory(folder):
+        if (given is not None or Path(folder).is_dir()) and not SYSTEM.is_in_memory(folder):
             return folder
     raise OutOfMemoryError(
         f"disk_offload: files in {' and '.join(folders)} are kept in memory; "
         "set disk_offload_path to a folder on a disk"
-    )
-
-
-def _is_in_memory(folder: str) -> bool:
-    try:
-        device = Path(folder).stat().st_dev
-        lines = _MOUNTS.read_text().splitlines()
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    fields = [line.split(" - ", 1) for line in lines]  # proc(5): type and source follow the dash
-    return any(
-        left.split()[2] == number and right.split()[0] in _IN_MEMORY for left, right in fields
     )

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from sdk.api.errors import OutOfMemoryError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 
 _LINE = 64  # bytes of a cache line
-#: Address space for more places than there is memory for: Python names the flag from 3.13 on.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def _map(nbytes: int) -> mmap.mmap:
     """Zeros on huge pages, which numpy asks for too: with small ones a step at a context of 4,096
     tokens misses the TLB all the time."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=flags)
+        return SYSTEM.map_private(nbytes, huge=True, reserve=False)
     except OSError as error:
         raise OutOfMemoryError(f"{nbytes} bytes for KV pages: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 class CacheMemory:
@@ -53,7 +47,7 @@ class CacheMemory:
     @property
     def can_vacate(self) -> bool:
         """Whether the memory of single places can be returned."""
-        return self._mapping is not None and hasattr(self._mapping, "madvise")
+        return self._mapping is not None and SYSTEM.can_discard
 
     def copy(self, source: int, target: int, tier: int = 0) -> None:
         """Copy one place to another; with a ``tier``, a part as small as the pages of the tier."""
@@ -82,7 +76,7 @@ class CacheMemory:
             begin = -(-ordered[first] * size // unit) * unit
             end = (place + 1) * size // unit * unit
             if begin < end:
-                self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+                SYSTEM.discard(self._mapping, begin, end - begin)
             first = i + 1
 
     def close(self) -> None:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from sdk.api.machine import release_free_memory
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.ops import Ops
+from sdk.kernels.system import SYSTEM
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.expert_placement import Placement
@@ -145,4 +145,4 @@ def end_moves(runner: RankWithExperts, begun: bool) -> None:
         runner.moving = None
     if runner.records:
         runner.record()
-    release_free_memory()
+    SYSTEM.trim_heap()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
-from sdk.api.machine import release_free_memory
 from sdk.api.params import SamplingParams
 from sdk.engine.executor import Pending
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
@@ -40,6 +39,7 @@ from sdk.engine.rank.step_batch import (
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.sampling.sampler import Sampler
@@ -74,7 +74,7 @@ class ModelRunner:
             with self.ops.entered():
                 self._build(weights, undo)
             undo.pop_all()
-        release_free_memory()
+        SYSTEM.trim_heap()
 
     def _build(self, weights: RankModel, undo: contextlib.ExitStack) -> None:
         """Everything around the model; ``undo`` is what frees it."""
@@ -123,7 +123,7 @@ class ModelRunner:
         if config.drafting is not None and mesh.samples:
             from sdk.engine.rank.drafting_model import DraftingModel
 
-            release_free_memory()  # before more weights, perhaps of the same file, are loaded
+            SYSTEM.trim_heap()  # before more weights, perhaps of the same file, are loaded
             self.drafting = DraftingModel(
                 config.drafting, config, self.ops, mesh, self.model, self.kv
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from sdk.engine.pages.disk_space import reserved_file
 from sdk.engine.plan import Swap
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 
 
 class SwapStorage:
@@ -125,13 +125,13 @@ class SwapStorage:
 def _write(file: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(file, data[done:], offset + done)
+        done += SYSTEM.write_at(file, data[done:], offset + done)
 
 
 def _read(file: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
-        count = os.preadv(file, [data[done:]], offset + done)
+        count = SYSTEM.read_at(file, data[done:], offset + done)
         if not count:
             raise OSError(f"the swap file ends at byte {offset + done}")
         done += count

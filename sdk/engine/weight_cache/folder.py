@@ -8,11 +8,9 @@ and nobody else may read or write them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.machine import cache_folder
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.system import SYSTEM
 
 #: Bytes at the beginning of a file, with what it is for people.
 PREAMBLE = 4096
@@ -48,13 +47,8 @@ def weights_folder() -> Path:
 def made_folder(folder: Path) -> None:
     """Make the folder. :raises OSError: it cannot be made, or others may write into it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(
-            f"{folder} is not a folder that only this user may write: expected owner "
-            f"{os.geteuid()} and mode 700, found {found.st_uid} and "
-            f"{stat.S_IMODE(found.st_mode):o}"
-        )
+    if why := SYSTEM.not_private(folder.stat()):
+        raise PermissionError(f"{folder} is not a folder that only this user may write: {why}")
 
 
 def opened(path: Path) -> int | None:
@@ -63,33 +57,31 @@ def opened(path: Path) -> int | None:
     :raises OSError: it cannot be opened, or others may write it.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = SYSTEM.open_file(path, os.O_RDONLY, follow=False)
     except FileNotFoundError:
         return None
-    found = os.fstat(file)
-    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+    why = SYSTEM.not_private(os.fstat(file))
+    if not why:
         return file
     os.close(file)
-    raise PermissionError(f"{path}: others may write it, expected mode 600")
+    raise PermissionError(f"{path}: others may write it: {why}")
 
 
 def locked_part(path: Path) -> int | None:
     """The part, empty, locked by this process and open for writing; ``None``: another process
     writes it. :raises OSError: it cannot be written."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(path, flags, 0o600)
+        file = SYSTEM.open_file(path, os.O_RDWR | os.O_CREAT, follow=False)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not SYSTEM.lock_file(file):
+                os.close(file)
+                return None
             if not _is_at(file, path):  # removed or renamed meanwhile
                 os.close(file)
                 continue
-            os.fchmod(file, 0o600)
+            SYSTEM.make_private(file)
             os.ftruncate(file, 0)
             return file
-        except BlockingIOError:
-            os.close(file)
-            return None
         except OSError:
             os.close(file)
             raise
@@ -165,10 +157,9 @@ def prune(folder: Path, most: int, keep: str = "") -> list[CachedWeights]:
 
 def _remove_left(path: Path) -> None:
     """Remove a part whose process has ended."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    file = SYSTEM.open_file(path, os.O_RDWR, follow=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(file, path):
+        if SYSTEM.lock_file(file) and _is_at(file, path):
             path.unlink()
     finally:
         os.close(file)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.cpu.packed_record import tensor_of
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system import SYSTEM
 
 #: Magic, where the index begins, bytes of its JSON text, its sums, bytes of its small tensors, the
 #: sum of all these, and the size of the file.
@@ -80,14 +81,14 @@ class Index:
     def read(cls, file: int, key: str, library: ctypes.CDLL) -> Index:
         """:raises DamagedError: it is not what was written. :raises OSError: it cannot be read."""
         size = os.fstat(file).st_size
-        end = os.pread(file, _END.size, max(size - _END.size, 0))
+        end = _read(file, _END.size, max(size - _END.size, 0))
         if len(end) != _END.size or end[:8] != _MAGIC:
             raise DamagedError("it has no end")
         _, begin, text, count, small, expected, written = _END.unpack(end)
         length = text + -text % _LINE + 8 * count + small
         if written != size or begin + length + _END.size != size or length > _MOST_BYTES:
             raise DamagedError(f"expected {written} bytes, found {size}")
-        body = os.pread(file, length, begin)
+        body = _read(file, length, begin)
         if (
             len(body) != length
             or _sum(body, (begin, text, count, small), size, library) != expected
@@ -106,3 +107,8 @@ def _sum(body: bytes, numbers: Sequence[int], size: int, library: ctypes.CDLL) -
     whole = np.frombuffer(body + struct.pack("<5Q", *numbers, size), np.uint8)
     found: int = library.embedlm_sum(whole.ctypes.data, whole.nbytes)
     return found
+
+
+def _read(file: int, nbytes: int, start: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: SYSTEM.read_at(file, memoryview(data), start)])

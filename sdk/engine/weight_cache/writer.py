@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 import queue
-import resource
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +25,7 @@ from sdk.engine.weight_cache.index import Index
 from sdk.kernels.cpu.packed_record import bytes_of
 from sdk.kernels.cpu.weight_map import PIECE
 from sdk.kernels.lazy_torch import Tensor, type_name
+from sdk.kernels.system import SYSTEM
 
 #: Pieces begin at pages, tensors at cache lines.
 _PAGE, _LINE = 4096, 64
@@ -114,8 +115,7 @@ class WeightWriter:
     def _run(self) -> None:
         if not self._waits:
             with contextlib.suppress(OSError):
-                # of this thread alone
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                SYSTEM.lower_priority(19)
         part = self._folder / f"{self._name}{PART}"
         try:
             self._write(self._about.ljust(PREAMBLE, b"\0"))
@@ -170,20 +170,19 @@ class WeightWriter:
                 f"they are larger than the cache may be ({format_bytes(self._most)}): "
                 "pass a larger weight_cache"
             )
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit != resource.RLIM_INFINITY and end > limit:  # a signal would end other processes
+        limit = SYSTEM.file_size_limit()
+        if limit is not None and end > limit:  # a signal would end other processes
             raise NotKept(f"the process may not write files of more than {format_bytes(limit)}")
         while len(data):
-            done = os.pwrite(self._file, data, self._size)
+            done = SYSTEM.write_at(self._file, data, self._size)
             self._size, data = self._size + done, data[done:]
         if self._size - self._flushed >= _AT_A_TIME:
             self._flush()
 
     def _flush(self) -> None:
         self._flushed = self._size
-        os.fdatasync(self._file)
-        free = os.statvfs(self._folder)
-        if free.f_bavail * free.f_frsize < _FREE:
+        SYSTEM.sync_data(self._file)
+        if shutil.disk_usage(self._folder).free < _FREE:
             raise NotKept(f"less than {format_bytes(_FREE)} are free on the disk")
 
     def _complete(self, matrices: Mapping[str, Any], unused: list[str], part: Path) -> None:
@@ -191,9 +190,5 @@ class WeightWriter:
         self._write(self._index.to_bytes(self._name, self._size, matrices, unused, self._library))
         os.fsync(self._file)
         prune(self._folder, self._most - self._size)
-        part.rename(self._folder / f"{self._name}{WEIGHTS}")
-        folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        SYSTEM.replace_file(part, self._folder / f"{self._name}{WEIGHTS}")
+        SYSTEM.sync_folder(self._folder)

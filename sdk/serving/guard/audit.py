@@ -15,6 +15,7 @@ from typing import Literal
 
 from sdk.api.errors import RequestError
 from sdk.api.sizes import format_bytes
+from sdk.kernels.system import SYSTEM
 from sdk.quant.safe_repr import safe_repr
 
 _LOG = logging.getLogger("sdk.serving")
@@ -209,8 +210,7 @@ class AuditLog:
         self._file = self._open()
 
     def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        return os.open(self.path, flags, 0o600)
+        return SYSTEM.open_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def _timestamp(seconds: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
+from sdk.kernels.system import SYSTEM
 from sdk.serving.guard.files import FileLock, replace_file
 
 _LOG = logging.getLogger("sdk.serving")
@@ -152,5 +153,5 @@ class DailyTokens:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file = SYSTEM.open_file(path, os.O_WRONLY | os.O_APPEND)
         self._bytes = len(data)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from pathlib import Path
 
 from sdk.api.errors import RequestError
+from sdk.kernels.system import SYSTEM
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -23,17 +23,13 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        Path(name).replace(path)
+        SYSTEM.replace_file(Path(name), path)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
     if sync:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        SYSTEM.sync_folder(path.parent)
 
 
 class FileLock:
@@ -46,14 +42,12 @@ class FileLock:
 
     def __init__(self, path: Path, *, wait: bool = False) -> None:
         lock = path.with_name(path.name + ".lock")
-        self._file: int | None = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+        self._file: int | None = SYSTEM.open_file(lock, os.O_RDWR | os.O_CREAT)
+        if not SYSTEM.lock_file(self._file, wait=wait):
             self.release()
             raise RequestError(
                 f"{path} is in use by another process; give each server a file of its own"
-            ) from None
+            )
 
     def release(self) -> None:
         """Let others have it. Idempotent."""

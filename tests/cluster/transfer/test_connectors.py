@@ -31,6 +31,7 @@ from sdk.cluster.transfer.shared_memory import accepted
 from sdk.cluster.wire.listener import MAX_STRANGERS
 from sdk.cluster.wire.tls import HandshakeError, SharedToken
 from sdk.engine.rank.kv_transfer import row_widths
+from sdk.kernels.system import SYSTEM
 from sdk.quant.spec import KVSpec
 from tests.cluster.transfer.pairs import CONNECTORS, LIMIT, TOKEN
 from tests.cluster.transfer.test_messages import OFFER, SPEC
@@ -318,10 +319,10 @@ def _said(listener: SharedMemoryListener, say: Callable[[socket.socket], object]
 
 
 def _memory(size: int, *, sealed: bool = True) -> int:
+    if sealed:
+        return SYSTEM.sealed_memory(size)
     file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, size)
-    if sealed:
-        ours.fcntl.fcntl(file, ours.fcntl.F_ADD_SEALS, ours._SEALS)
     return file
 
 

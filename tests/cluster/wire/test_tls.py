@@ -6,6 +6,7 @@ import importlib
 import select
 import socket
 import ssl
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from sdk.cluster.wire.codec import Codec
 from sdk.cluster.wire.listener import MAX_STRANGERS, Listener
 from sdk.cluster.wire.stream import FrameError, Stream
 from sdk.cluster.wire.tls import HandshakeError, SecureStream, SharedToken
+from sdk.kernels.system import SYSTEM
+from sdk.kernels.system.services import Services
 
 TOKEN = SharedToken(b"a token of these tests", "tests/1")
 WRONG = SharedToken(b"a wrong token of 22 ch", "tests/1")
@@ -114,8 +117,8 @@ KNOWN_END = "3e474c5ad2ec24f9"
 def test_a_key_leaves_no_file_and_can_be_read_where_there_are_none_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delattr(tls.os, "memfd_create", raising=False)
-    monkeypatch.setattr(tls.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(type(SYSTEM), "hidden_file", Services.hidden_file)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     one, other = both(SharedToken(b"a token of these tests", "tests/1"), TOKEN)
     assert isinstance(one, Stream) and isinstance(other, Stream)
     one.close()

@@ -1,6 +1,6 @@
 """vLLM's groups of ranks belong to the process; ours belong to their ``LLM``."""
 
-from sdk.api.machine import release_free_memory
+from sdk.kernels.system import SYSTEM
 
 
 def destroy_model_parallel() -> None:
@@ -13,4 +13,4 @@ def destroy_distributed_environment() -> None:
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Give freed memory back to the system. A cluster of Ray belongs to the host."""
-    release_free_memory()
+    SYSTEM.trim_heap()

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
+
+from sdk.kernels.system import SYSTEM
 
 
 class Platform:
@@ -31,7 +32,7 @@ class Platform:
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         """Bytes of the machine's memory."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SYSTEM.installed_ram()
 
 
 current_platform = Platform()

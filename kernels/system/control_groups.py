@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from sdk.kernels.system.services import MemoryLimit
+
 #: Version 1 expresses "no limit" as the largest number of pages, near 2**63.
 _NO_LIMIT = 2**60
 
@@ -39,20 +41,13 @@ _VERSIONS = {
 }
 
 
-class GroupMemory(NamedTuple):
-    """The tightest limit of a process's groups and the least that one has left, in bytes."""
-
-    limit: int
-    available: int
-
-
-def group_memory(root: Path = Path("/")) -> GroupMemory | None:
+def group_memory(root: Path = Path("/")) -> MemoryLimit | None:
     """``None``: this process has no limit. ``root`` is the folder that contains proc and sys."""
     every = (_memory(folder, files) for folder, files in _groups(root))
     found = [memory for memory in every if memory is not None]
     if not found:
         return None
-    return GroupMemory(min(m.limit for m in found), min(m.available for m in found))
+    return MemoryLimit(min(m.limit for m in found), min(m.available for m in found))
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
@@ -92,7 +87,7 @@ def _mounts(root: Path) -> Iterator[tuple[list[str], str]]:
             yield before.split(" "), kind
 
 
-def _memory(folder: Path, files: _Files) -> GroupMemory | None:
+def _memory(folder: Path, files: _Files) -> MemoryLimit | None:
     """The memory of one group; ``None`` if it has no limit."""
     texts = [text for name in files.limits for text in _lines(folder / name)]
     limit = min((int(text) for text in texts if text.isdigit()), default=_NO_LIMIT)
@@ -101,7 +96,7 @@ def _memory(folder: Path, files: _Files) -> GroupMemory | None:
     used = sum(map(int, _lines(folder / files.used)))
     stat = dict(line.split(" ") for line in _lines(folder / "memory.stat"))
     used -= sum(int(stat.get(name, 0)) for name in files.reclaimable)
-    return GroupMemory(limit, limit - min(max(used, 0), limit))
+    return MemoryLimit(limit, limit - min(max(used, 0), limit))
 
 
 def _lines(path: Path) -> list[str]:
