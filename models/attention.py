@@ -13,7 +13,7 @@ from sdk.kernels.head_norms import HeadNorms
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
 from sdk.models.alibi import alibi_slopes
-from sdk.models.architecture import LayerRules
+from sdk.models.architecture import LayerRules, OutputGate
 from sdk.models.rank_norms import SubNorm, WidthNorms
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
+    from sdk.models.config import ModelConfig
     from sdk.models.layers import Projection, Source
 
 
@@ -73,10 +74,7 @@ class Attention:
         #: Whether tokens of an image see those behind them: see ``AttentionBatch.ahead``.
         windowed = both == "windows" and self.window is not None
         self.looks_ahead = both in ("all", "prompt") or windowed
-        gate = rules.output_gate
-        if gate is not None and c.gate_per_head is not None:
-            gate = gate._replace(per_head=c.gate_per_head)
-        self.gate = gate
+        self.gate = gate = _gate_of(c, rules)
         wide = cache.value_dim
         keys = (cache.kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         values = (cache.kv_heads * wide, heads.kv_start * wide, heads.kv_count * wide)
@@ -108,11 +106,11 @@ class Attention:
             bias=c.output_bias,
             reduce=reduce,
         )
+        self._pull_norms(source, path, rules, head, plain=plain)
         self.sub_norm: SubNorm | None = None
         if rules.sub_norms:
-            parts_of = (heads.start * wide, heads.count * wide)
-            self.sub_norm = SubNorm(source, f"{path}.attn_sub_norm", count * wide, *parts_of)
-        self._pull_norms(source, path, rules, head, plain=plain)
+            own = (heads.start * wide, heads.count * wide)
+            self.sub_norm = SubNorm(source, f"{path}.attn_sub_norm", count * wide, *own)
         self._pull_score_parts(source, path, rules, index)
 
     def _pull_score_parts(self, source: Source, path: str, rules: LayerRules, index: int) -> None:
@@ -221,6 +219,13 @@ class Attention:
         tokens, d = len(qkv), self.head_dim
         v = v.view(tokens, -1, self.value_dim)
         return q.view(tokens, -1, d), k.view(tokens, -1, d), v, gate
+
+
+def _gate_of(config: ModelConfig, rules: LayerRules) -> OutputGate | None:
+    gate = rules.output_gate
+    if gate is None or config.gate_per_head is None:
+        return gate
+    return gate._replace(per_head=config.gate_per_head)
 
 
 def _head_norms(
