@@ -15,6 +15,7 @@ from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.pages.state_saves import StateSaves
 from sdk.engine.pages.states import StatePool, StateSnapshot
 from sdk.engine.pages.swap import Holds, SwapSpace
+from sdk.engine.pages.swapped_places import Hit, SwappedPlaces
 from sdk.engine.plan import Duplicate, Frames, StepPlan, StepRow
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -22,29 +23,6 @@ from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 #: Of the budget for states, if there are pages too: a snapshot of a delta net takes as much as the
 #: keys of 2,400 to 3,200 tokens, one of a short convolution as much as those of a page.
 _SHARE_OF_STATES = 0.5
-
-
-class Hit(NamedTuple):
-    """The longest known prefix that all groups can serve: its full pages, the frames that the next
-    token sees (by group, of the last pages), and the snapshot of its last token.
-
-    From the swap space come: frames that are 0, the state of ``state``, and the page after the full
-    ones if there is a ``tail``.
-    """
-
-    num_pages: int
-    frames: tuple[tuple[int, ...], ...] = ()
-    snapshot: StateSnapshot | None = None
-    state: PageKey | None = None
-    tail: PageKey | None = None
-
-    @property
-    def end(self) -> int:
-        """The page after the last one with a frame."""
-        return self.num_pages + (self.tail is not None)
-
-
-NO_HIT = Hit(0)
 
 
 class Vacated(NamedTuple):
@@ -98,96 +76,15 @@ class Groups:
         pool.on_forget = self._forget
         pool.on_resize = self._resize
         #: ``None``: what is evicted is lost.
-        self.swap: SwapSpace | None = None
+        self.swapped: SwappedPlaces | None = None
         #: For the next plan: frames of running sequences.
         self._new_frames: list[tuple[str, Frames]] = []
         self._started: set[str] = set()  # sequences that the next plan starts
         self.saves = None if self.states is None else StateSaves(self.states, pool, config)
 
-    # Swap space
-
-    @property
-    def _state_region(self) -> int:
-        """See ``Swap.region``."""
-        return 1 + len(self.frames)
-
     def use_swap(self, swap: SwapSpace) -> None:
         """Frames and states go to the swap space when they are evicted."""
-        self.swap = swap
-        for group, pool in enumerate(self.frames):
-            pool.on_evict = partial(self._swap_frame, pool, 1 + group)
-        if self.states is not None:
-            self.states.on_evict = self._swap_state
-
-    def swap_out(self, page: int, key: PageKey) -> None:
-        """A page is about to be evicted: store what belongs to it."""
-        for group, pool in enumerate(self.frames):
-            [frame] = pool.frames_of((page,))
-            if frame:
-                self._swap_frame(pool, 1 + group, frame, page)
-        if self.states is not None and (snapshot := self.states.of(page)) is not None:
-            self._swap_state(snapshot)
-
-    def _swap_frame(self, pool: FramePool, region: int, frame: int, page: int) -> None:
-        key = self._pool.key(page)
-        if self.swap is not None and key is not None and not pool.is_passed(frame):
-            self.swap.store(frame, key, region)
-
-    def _swap_state(self, snapshot: StateSnapshot) -> None:
-        key = self._pool.key(snapshot.page)
-        if self.swap is not None and key is not None:
-            self.swap.store(snapshot.slot, key, self._state_region)
-
-    def _swapped(self, key: PageKey, region: int) -> bool:
-        return self.swap is not None and self.swap.has(key, region)
-
-    def swapped_state(self, key: PageKey) -> bool:
-        """Whether the swap space has the state after a page or a tail."""
-        return self._swapped(key, self._state_region)
-
-    def places_of(self, hit: Hit, keys: Sequence[PageKey]) -> list[tuple[PageKey, int]]:
-        """What a hit needs of the swap space besides pages: keys and regions. ``keys``: those of
-        the sequence."""
-        found: list[tuple[PageKey, int]] = []
-        for group, frames in enumerate(hit.frames):
-            for index, frame in enumerate(frames, hit.end - len(frames)):
-                if not frame:
-                    found.append((self._key_at(hit, keys, index), 1 + group))
-        if hit.state is not None:
-            found.append((hit.state, self._state_region))
-        return found
-
-    @staticmethod
-    def _key_at(hit: Hit, keys: Sequence[PageKey], index: int) -> PageKey:
-        return hit.tail if hit.tail is not None and index == hit.num_pages else keys[index]
-
-    def _load(self, sequence: Request, hit: Hit, held: Holds) -> None:
-        """Copy what a sequence needs from the swap space into its frames and its slot."""
-        swap = self.swap
-        for group, (pool, own) in enumerate(zip(self.frames, sequence.windows, strict=True), 1):
-            for index, frame in pool.fill(own):
-                assert swap is not None
-                swap.load(held[self._key_at(hit, sequence.keys, index), group], frame, group)
-        if hit.state is not None:
-            assert swap is not None and sequence.state is not None
-            slot = sequence.state.initial = sequence.state.slots[0]
-            swap.load(held[hit.state, self._state_region], slot, self._state_region)
-
-    def attach_loaded(self, sequence: Request, hit: Hit) -> None:
-        """The pages of a sequence that starts are known: the frames that it loads belong to them,
-        as soon as they are copied."""
-        for pool, held, frames in zip(self.frames, sequence.windows, hit.frames, strict=True):
-            for index, frame in enumerate(frames, hit.end - len(frames)):
-                if not frame and index < hit.num_pages:
-                    page = sequence.pages[index]
-                    if self._pool.key(page) is not None:
-                        self._pool.unconfirmed.add(page)
-                        pool.attach(page, held.frame(index))
-        if hit.state is not None and self.states is not None and sequence.state is not None:
-            known = sequence.pages[: hit.num_pages]
-            sequence.state.last = self._last_snapshot(self.states, known)
-
-    # Memory
+        self.swapped = SwappedPlaces(swap, self._pool, self.frames, self.states)
 
     def _shares(self) -> list[float]:
         """The shares of the kinds in the budget: as a sequence of full length needs pages and
@@ -258,29 +155,11 @@ class Groups:
         found = -1
         for group, pool in enumerate(self.frames, 1):
             first = pool.first_seen(num_tokens)
-            if self.swap is None or swapped is None:
+            if self.swapped is None or swapped is None:
                 found = max(found, pool.last_without(pages, first, len(pages)))
-                continue
-            end = len(pages) + len(swapped)
-            for index in range(end - 1, max(first, found + 1) - 1, -1):
-                if not self._has_frame(pool, group, pages, swapped, index):
-                    found = index
-                    break
+            else:
+                found = max(found, self.swapped.last_without(group, pages, swapped, first))
         return found
-
-    def _has_frame(
-        self,
-        pool: FramePool,
-        group: int,
-        pages: Sequence[int],
-        swapped: Sequence[PageKey],
-        index: int,
-    ) -> bool:
-        if index >= len(pages):
-            return self._swapped(swapped[index - len(pages)], group)
-        key = self._pool.key(pages[index])
-        attached = any(pool.frames_of(pages[index : index + 1]))
-        return attached or (key is not None and self._swapped(key, group))
 
     def hit(
         self,
@@ -419,7 +298,8 @@ class Groups:
         for sequence, hit in zip(request.sequences, hits, strict=True):
             if self.saves is not None:
                 self.saves.begin(sequence)
-            self._load(sequence, hit, held_slots)
+            if self.swapped is not None:
+                self.swapped.load(sequence, hit, held_slots)
 
     def copy_tail(self, sequence: Request, sources: Sequence[int], index: int) -> None:
         """Copy the frames of a tail into new ones for page ``index`` of a sequence."""
@@ -593,17 +473,11 @@ class Groups:
                 pool.attach(pages[index], held.frame(index))
             pool.release(held)
         if self.states is not None and pages:
-            before = self._last_snapshot(self.states, pages[:-1])
+            before = self.states.last_of(pages[:-1])
             tokens = len(pages) * self._config.page_size
             self.states.attach(pages[-1], written.slot, tokens, before)
         elif self.states is not None:
             self.states.give_back((written.slot,))
-
-    @staticmethod
-    def _last_snapshot(states: StatePool, pages: Sequence[int]) -> StateSnapshot | None:
-        """The last snapshot of known pages."""
-        found = (states.of(page) for page in reversed(pages))
-        return next((one for one in found if one is not None), None)
 
     # Pins
 

@@ -16,8 +16,9 @@ from sdk.api.params import SamplingParams
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.engine.pages.frames import Held
-from sdk.engine.pages.groups import NO_HIT, Groups
+from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.pages.swapped_places import NO_HIT
 from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank.kv_transfer import (
     Bytes,

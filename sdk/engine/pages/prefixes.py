@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from sdk.engine.pages.groups import NO_HIT, Groups, Hit, Pinned
+from sdk.engine.pages.groups import Groups, Pinned
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
 from sdk.engine.pages.state_saves import StateSaves, mark
 from sdk.engine.pages.swap import Holds, SwapSpace
+from sdk.engine.pages.swapped_places import NO_HIT, Hit, SwappedPlaces
 from sdk.engine.pages.tails import Tail, Tails
 from sdk.engine.pages.tiered_pool import TieredPagePool
 from sdk.engine.plan import Copy, Duplicate, Swap
@@ -56,9 +57,9 @@ class Prefixes:
         self,
         pool: PagePool,
         kv_type: str,
-        num_swap_pages: int = 0,
         tiered: TieredPagePool | None = None,
         groups: Groups | None = None,
+        num_swap_pages: int = 0,
         swap_parts: Sequence[int] = (1,),
     ) -> None:
         self.pool = pool
@@ -72,6 +73,8 @@ class Prefixes:
         self.pending: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.tails = Tails(pool)
         self.restored = 0  # pages written from snapshots
+        #: What is in the swap space besides pages.
+        self._swapped: SwappedPlaces | None = None
         self._kv_type = kv_type
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
         self._pinned: set[int] = set()
@@ -82,13 +85,14 @@ class Prefixes:
             pool.on_evict = self._swap_out
             if groups is not None:
                 groups.use_swap(self.swap)
+                self._swapped = groups.swapped
 
     def _swap_out(self, page: int, key: PageKey) -> None:
         """A cached page is about to be evicted. Tails are stored for the states after them."""
         if self.has_states or len(key.token_ids) == self.pool.page_size:
             self.swap.store(self.pool.location(page), key)
-            if self.groups is not None:
-                self.groups.swap_out(page, key)
+            if self._swapped is not None:
+                self._swapped.store(page)
 
     def extend_keys(self, request: Request, num_pages: int) -> None:
         """Compute the keys of a request's first ``num_pages`` pages, all of them full."""
@@ -172,7 +176,7 @@ class Prefixes:
             if groups.states is not None and index:
                 if index <= len(pages):
                     snapshot = groups.states.of(pages[index - 1])
-                if snapshot is None and groups.swapped_state(keys[index - 1]):
+                if snapshot is None and self._has_state(keys[index - 1]):
                     state = keys[index - 1]
                 has_state = snapshot is not None or state is not None
             if has_state:
@@ -227,6 +231,10 @@ class Prefixes:
                 if writer is not None:
                     self._save_branch(saves, writer, keys, known)
 
+    def _has_state(self, key: PageKey) -> bool:
+        """Whether the swap space has the state after a page or a tail."""
+        return self._swapped is not None and self._swapped.has_state(key)
+
     def _tail_in_groups(
         self,
         request: Request,
@@ -260,7 +268,7 @@ class Prefixes:
             return Prefix(pages, list(swapped), tail, hit)
         for key in stored:
             count = len(key.token_ids)
-            if key.token_ids != tuple(token_ids[:count]) or not groups.swapped_state(key):
+            if key.token_ids != tuple(token_ids[:count]) or not self._has_state(key):
                 continue
             if groups.serves(pages, first + count, [*swapped, key]) < 0:
                 hit = groups.hit(pages, first + count, None, len(swapped), key, key)
@@ -325,8 +333,8 @@ class Prefixes:
                 self._publish(page, key)
             if (end := prefix.hit.tail) is not None:
                 self.swap.load(held[end, 0], one.pages[prefix.num_pages])
-            if self.groups is not None:
-                self.groups.attach_loaded(one, prefix.hit)
+            if self._swapped is not None:
+                self._swapped.attach(one, prefix.hit)
             one.num_computed = prefix.num_tokens(size)
             one.num_published = prefix.num_pages
             one.publishes = pool.enable_prefix_caching
@@ -354,8 +362,8 @@ class Prefixes:
             places += [(key, 0) for key in prefix.swapped]
             if prefix.hit.tail is not None:
                 places.append((prefix.hit.tail, 0))
-            if self.groups is not None:
-                places += self.groups.places_of(prefix.hit, one.keys)
+            if self._swapped is not None:
+                places += self._swapped.places_of(prefix.hit, one.keys)
         return places
 
     def _tail_frames(self, groups: Groups, found: Sequence[Prefix]) -> list[list[int]]:

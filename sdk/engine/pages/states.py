@@ -13,7 +13,7 @@ it save its tokens too.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 #: More uses than this do not count.
@@ -207,6 +207,11 @@ class StatePool:
     def of(self, page: int) -> StateSnapshot | None:
         """The snapshot attached to a page."""
         return self._snapshots.get(page)
+
+    def last_of(self, pages: Sequence[int]) -> StateSnapshot | None:
+        """The last snapshot of known pages."""
+        found = (self.of(page) for page in reversed(pages))
+        return next((one for one in found if one is not None), None)
 
     def attach(
         self,

@@ -108,14 +108,8 @@ class Scheduler:
         if config.has_groups:
             self.pool.unit_bytes = config.page_bytes
             self.groups = Groups(config, self.pool)
-        self.prefixes = Prefixes(
-            self.pool,
-            config.kv_type,
-            config.num_swap_pages,
-            self.tiered_pool,
-            self.groups,
-            config.swap_parts,
-        )
+        swap = config.num_swap_pages, config.swap_parts
+        self.prefixes = Prefixes(self.pool, config.kv_type, self.tiered_pool, self.groups, *swap)
         self._in_flight = InFlightBatches()
         #: ``None``: requests cannot have adapters.
         self.adapters: AdapterSlots | None = None
@@ -430,12 +424,11 @@ class Scheduler:
         plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages))
         if self.groups is not None:
             plan = self.groups.repeat(plan, in_flight.need_page, in_flight.need_save)
-        copies = self.pool.take_copies()  # of what was evicted for frames and snapshots too
-        plan = plan._replace(copies=copies)
+        plan = plan._replace(copies=self.pool.take_copies())  # also of evicted frames and states
         if self.tiered_pool is not None:
             plan = self._with_locations(plan, self.tiered_pool)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
-        if not (new_pages or copies or plan.state_saves or plan.vacated):
+        if not (new_pages or plan.copies or plan.state_saves or plan.vacated):
             in_flight.same = batch
         return batch
 
