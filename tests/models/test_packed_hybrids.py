@@ -74,7 +74,9 @@ def packed_folder(model: Any, text: str, folder: Path) -> Any:
     (folder / "floats").mkdir()
     model.save_pretrained(folder / "floats")
     tensors, scheme = load_file(folder / "model.safetensors"), Scheme.parse(text)
-    encode, settings = _encoding(scheme, lambda name: name.rpartition(".")[2])
+    encode, settings = _encoding(
+        scheme, lambda name: name.rpartition(".")[2], ("v_proj", "down_proj")
+    )
     made, floats = dict(tensors), {key: values.clone() for key, values in tensors.items()}
     ending = ".weight_scale" if text == "fp8-block" else ""
     for tensor, name, rows, values in _matrices(tensors):
