@@ -99,6 +99,8 @@ class MmprojRules(NamedTuple):
     ``processor(keys)``: keys of the image processor, besides mean and deviation of colors.
     ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
+    ``last``: the matrix whose rows are the features of a token, where ``projection_dim`` is
+    something else.
     """
 
     projectors: tuple[str, ...]
@@ -112,6 +114,7 @@ class MmprojRules(NamedTuple):
     gelu: str = "gelu_pytorch_tanh"
     turned: tuple[str, ...] = ()
     interleaved_qk: bool = False
+    last: str | None = None
 
 
 class Family(NamedTuple):
