@@ -148,8 +148,16 @@ class Mmproj:
         return [replace(by_file[theirs], name=ours) for ours, theirs in self._names.items()]
 
     def unused(self) -> list[str]:
-        """Tensors that have not been pulled, if any has been: a model may be loaded for text."""
-        return [name for name in self._file.tensors if self._pulled and name not in self._pulled]
+        """Tensors that have not been pulled, if any has been: a model may be loaded for text. A
+        norm behind the layer that the text reads has no use."""
+        norm = WHOLE_NAMES["norm"] + "."
+        return [
+            name
+            for name in self._file.tensors
+            if self._pulled
+            and name not in self._pulled
+            and (self._family.norm_after or not name.startswith(norm))
+        ]
 
     def close(self) -> None:
         """Close the file."""
@@ -197,10 +205,18 @@ class Mmproj:
             )
 
     def _check_width(self, config: Mapping[str, Any]) -> None:
-        width = self.keys.count("projection_dim", MAX_WIDTH)
+        last = self._rules.last
+        if last is None:
+            width, where = (
+                self.keys.count("projection_dim", MAX_WIDTH),
+                "clip.vision.projection_dim",
+            )
+        else:
+            shape, where = self.keys.values[SHAPES].get(last), f"the rows of {last}"
+            width = shape and shape[0]
         if width != config["hidden_size"]:
             raise CheckpointError(
-                f"{self.path}: clip.vision.projection_dim: expected the text model's "
+                f"{self.path}: {where}: expected the text model's "
                 f"embedding_length, {config['hidden_size']}, found {width}: this is the mmproj of "
                 "another model"
             )

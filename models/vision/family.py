@@ -100,6 +100,8 @@ class MmprojRules(NamedTuple):
     ``gelu``: what ``clip.use_gelu`` means. ``turned``: see :class:`VisionNames`.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     ``layer``: of tensors inside layers, as ``names``.
+    ``last``: the matrix whose rows are the features of a token, where ``projection_dim`` is
+    something else.
     """
 
     projectors: tuple[str, ...]
@@ -114,6 +116,7 @@ class MmprojRules(NamedTuple):
     turned: tuple[str, ...] = ()
     interleaved_qk: bool = False
     layer: Mapping[str, str] = MappingProxyType({})
+    last: str | None = None
 
 
 class Family(NamedTuple):

@@ -6,20 +6,22 @@ transformers' modeling_internvl.py; Zhu et al. 2025, arXiv 2504.10479.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,
+    MAX_SIDE,
     VisionConfig,
     encoder_config,
     layers_until,
     only,
     square_tiles,
 )
-from sdk.models.vision.family import PROCESSOR, Family, VisionNames
+from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import learned
 
 if TYPE_CHECKING:
@@ -82,6 +84,31 @@ def projector(source: Source, config: VisionConfig) -> JoinedMLP:
     return JoinedMLP(source, config, norm=True)
 
 
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the metadata leave out is seen from the tensors: InternViT-6B has other norms."""
+    tensors, layer = keys.values[SHAPES], "v.blk.0"
+    vision = {
+        "model_type": "internvl_vision",
+        "norm_type": "layer_norm" if f"{layer}.ln1.bias" in tensors else "rms_norm",
+        "use_qk_norm": f"{layer}.attn_q_norm.weight" in tensors,
+        "attention_bias": f"{layer}.attn_q.bias" in tensors,
+    }
+    merge = keys.count("projector.scale_factor", 64, default=2)
+    return {**common, **vision}, {"model_type": "internvl", "downsample_ratio": 1 / merge}
+
+
+def mmproj_processor(keys: Fields) -> dict[str, Any]:
+    side = keys.count("image_size", MAX_SIDE)
+    return {
+        "size": {"height": side, "width": side},
+        "crop_to_patches": True,
+        "min_patches": keys.count("preproc_min_tiles", 4096, default=1),
+        "max_patches": keys.count("preproc_max_tiles", 4096, default=12),
+    }
+
+
 FAMILY = Family(
     ("internvl",),
     LayerRules(norm=LAYER_NORM, gated=False, block_scales=True),
@@ -108,5 +135,18 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("internvl",),
+        ("qwen2", "qwen3", "qwen3_moe", "llama", "internlm2"),
+        ("<IMG_CONTEXT>",),
+        mmproj_config,
+        lambda keys: {
+            "projector.norm": "mm.model.mlp.0",
+            "projector.linear_1": "mm.model.mlp.1",
+            "projector.linear_2": "mm.model.mlp.3",
+        },
+        mmproj_processor,
+        gelu="gelu",
+    ),
     positions=learned,
 )

@@ -5,19 +5,21 @@ transformers' modeling_llava.py and modeling_clip.py; Liu et al. 2023, arXiv 231
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,
+    MAX_SIDE,
     VisionConfig,
     encoder_config,
     layers_until,
     only,
     square_tiles,
 )
-from sdk.models.vision.family import Family, VisionNames
+from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import learned
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
 
@@ -60,6 +62,33 @@ def projector(source: Source, config: VisionConfig) -> JoinedMLP:
     return JoinedMLP(source, config, norm=False)
 
 
+def mmproj_config(
+    common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Files have the layers up to the one that the text reads. Those of LLaVA-Next have sizes of
+    larger pictures."""
+    vision = {**common, "model_type": "clip_vision_model"}
+    whole: dict[str, Any] = {
+        "model_type": "llava",
+        "vision_feature_layer": keys.values.get("feature_layer", -1),
+    }
+    if sides := keys.values.get("image_grid_pinpoints"):
+        pairs = list(zip(sides[::2], sides[1::2], strict=False))
+        whole |= {"model_type": "llava_next", "image_grid_pinpoints": pairs}
+        only(keys, "mm_patch_merge_type", "spatial_unpad")
+    return vision, whole
+
+
+def mmproj_processor(keys: Fields) -> dict[str, Any]:
+    """As llama.cpp prepares an image, which pads it to a square, and as LLaVA-Next's processor
+    does."""
+    side = keys.count("image_size", MAX_SIDE)
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    if keys.values.get("image_grid_pinpoints"):
+        return {**sizes, "image_processor_type": "LlavaNextImageProcessor"}
+    return {**sizes, "image_processor_type": "LlavaImageProcessor", "do_pad": True}
+
+
 FAMILY = Family(
     ("llava",),
     LAYER,
@@ -76,6 +105,20 @@ FAMILY = Family(
     ),
     read,
     projector,
+    mmproj=MmprojRules(
+        ("mlp",),
+        ("llama", "mistral", "qwen2"),
+        ("<image>",),
+        mmproj_config,
+        lambda keys: {
+            "projector.linear_1": "mm.0",
+            "projector.linear_2": "mm.2",
+            "projector.newline": "model.image_newline",
+        },
+        mmproj_processor,
+        gelu="gelu",
+        last="mm.2.weight",
+    ),
     positions=learned,
     norm_before=True,
 )

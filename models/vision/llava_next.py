@@ -37,6 +37,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
 FAMILY: Family = LLAVA._replace(
     model_types=("llava_next",),
     read=read,
+    mmproj=None,  # files are found by those of LLaVA 1.5
     names=LLAVA.names._replace(
         prefixes={**LLAVA.names.prefixes, "image_newline": "image_newline"},
         whole={**LLAVA.names.whole, "projector.newline": "image_newline"},

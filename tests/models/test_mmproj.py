@@ -10,18 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.images.processors import image_processor
 from sdk.kernels.ops import Ops
 from sdk.loaders.gguf_checkpoint import GgufCheckpoint
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.loaders.mmproj import Mmproj
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
+from sdk.models.vision.anyres import packed_tokens
+from sdk.models.vision.family import vision_of
 from sdk.models.vision.tower import build_tower
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, STRING, U32, save_gguf
 from tests.models.test_vision_towers import encode
 from tests.models.tiny_mmproj import mmproj_file, save_both, text_file
-from tests.models.tiny_vision import MODELS, image, vision_model
+from tests.models.tiny_vision import MODELS, image, picture, vision_model
 
 #: Options with which a file says all that the folder does, and sizes of tiles.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
@@ -38,6 +41,9 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
         [(160, 240)],
     ),
     "qwen3_vl": ({}, [(40, 104)]),
+    "llava": ({}, [(56, 56)]),
+    "llava_next": ({}, [(56, 56)] * 3),
+    "internvl": ({}, [(56, 56)] * 2),
 }
 
 
@@ -61,11 +67,16 @@ def test_a_file_has_the_tower_of_its_folder(name: str, tmp_path: Path, ops: Ops)
     assert own is not None and folder is not None
     assert not [x for x in checkpoint.unused() if x.startswith(("v.", "mm."))]
     assert own.config.token_id == 90 and own.config.axes == folder.config.axes
-    pictures = [image(own.config, sizes, 1)]
-    found, expected = encode(own, pictures)[0], encode(folder, pictures)[0]
+    assert own.config.family == folder.config.family
+    one = image(own.config, sizes, 1)
+    if own.config.pictures:
+        one = picture(own.config, (57, 113), 1)
+        one = one._replace(num_tokens=packed_tokens(one, own.config))
+    found, expected = encode(own, [one])[0], encode(folder, [one])[0]
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
-    for key in ("mean", "std"):
-        assert getattr(own.config, key) == pytest.approx(getattr(folder.config, key))
+    image_processor(checkpoint.config, checkpoint.processor)
+    for key, colors in (("image_mean", folder.config.mean), ("image_std", folder.config.std)):
+        assert checkpoint.processor[key] == pytest.approx(colors)
     assert own.config.both_ways == folder.config.both_ways
     assert own.config.stand_in == folder.config.stand_in
 
@@ -275,3 +286,27 @@ def test_rows_that_are_no_heads_are_named(tmp_path: Path, ops: Ops) -> None:
     save_gguf(tmp_path / "mmproj-model-f32.gguf", file)
     with pytest.raises(CheckpointError, match=r"attn_q.weight': expected a multiple of 6 rows"):
         build_tower(open_checkpoint(path), Mesh(), ops)
+
+
+def test_llava_files_of_other_widths_and_vit_6b_are_refused(tmp_path: Path) -> None:
+    """What LLaVA's files call the projection's width is CLIP's, so the last matrix tells it."""
+    model = vision_model("llava")
+    text = read_gguf(save_gguf(tmp_path / "text.gguf", text_file(model, "llava")))
+    path = save_gguf(tmp_path / "mmproj.gguf", mmproj_file(model, "llava"))
+    with pytest.raises(
+        CheckpointError, match=r"the rows of mm\.2\.weight: expected .* 128, found 64"
+    ):
+        Mmproj(path, text, {"model_type": "llama", "hidden_size": 128})
+    file = mmproj_file(vision_model("internvl"), "internvl")
+    for name in list(file.tensors):
+        if name.endswith("ln1.bias"):
+            del file.tensors[name]
+    own = Mmproj(
+        save_gguf(tmp_path / "other.gguf", file),
+        read_gguf(save_gguf(tmp_path / "t.gguf", text_file(vision_model("internvl"), "internvl"))),
+        {"model_type": "qwen2", "hidden_size": 64},
+    )
+    with pytest.raises(
+        UnsupportedError, match="norm_type: expected 'layer_norm', found 'rms_norm'"
+    ):
+        vision_of({**own.config, "text_config": {"hidden_size": 64}})

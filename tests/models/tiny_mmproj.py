@@ -36,7 +36,39 @@ QWEN = {
     "attn.qkv": "attn_qkv",
     "attn.proj": "attn_out",
 }
+LLAVA = {
+    "vision_tower.embeddings.class_embedding": "v.class_embd",
+    "vision_tower.pre_layrnorm": "v.pre_ln",
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
+    "image_newline": "model.image_newline",
+}
 FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "llava": ("llama", "mlp", "<image>", {**SIGLIP, **LLAVA}),
+    "llava_next": ("llama", "mlp", "<image>", {**SIGLIP, **LLAVA}),
+    "internvl": (
+        "qwen2",
+        "internvl",
+        "<IMG_CONTEXT>",
+        {
+            "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
+            "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
+            "vision_tower.embeddings.cls_token": "v.class_embd",
+            "layernorm_before": "ln1",
+            "layernorm_after": "ln2",
+            "attention.q_proj": "attn_q",
+            "attention.k_proj": "attn_k",
+            "attention.v_proj": "attn_v",
+            "attention.projection_layer": "attn_out",
+            "lambda_1": "ls1.weight",
+            "lambda_2": "ls2.weight",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+            "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+            "multi_modal_projector.linear_1": "mm.model.mlp.1",
+            "multi_modal_projector.linear_2": "mm.model.mlp.3",
+        },
+    ),
     "gemma3": (
         "gemma3",
         "gemma3",
@@ -185,6 +217,8 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
     side = getattr(vision, "image_size", 560)
     if name == "qwen3_vl":
         side = patch * 5
+    patch, side = (one[0] if isinstance(one, (list, tuple)) else one for one in (patch, side))
+    layers -= name.startswith("llava")  # the text does not read the last one
     file = GgufBytes({"general.architecture": (STRING, "clip"), "general.type": (STRING, "mmproj")})
     file.metadata |= {
         "clip.has_vision_encoder": (BOOL, True),
@@ -197,7 +231,7 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         colors = SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3)
     else:
         activation = "use_silu" if vision.hidden_act == "silu" else "use_gelu"
-        file.metadata[f"clip.{activation}"] = (BOOL, True)
+        file.metadata[f"clip.{activation}"] = (BOOL, vision.hidden_act != "quick_gelu")
     facts: dict[str, tuple[int, Any]] = {
         "projection_dim": (U32, model.config.text_config.hidden_size),
         "image_size": (U32, side),
@@ -206,7 +240,10 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         "feed_forward_length": (U32, vision.intermediate_size),
         "block_count": (U32, layers),
         "attention.head_count": (U32, vision.num_attention_heads),
-        "attention.layer_norm_epsilon": (F32, 1e-5 if name == "mistral3" else 1e-6),
+        "attention.layer_norm_epsilon": (
+            F32,
+            1e-5 if name == "mistral3" else getattr(vision, "layer_norm_eps", 1e-6),
+        ),
         "image_mean": (ARRAY, (F32, list(colors.mean))),
         "image_std": (ARRAY, (F32, list(colors.std))),
     }
@@ -214,7 +251,9 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
     file.metadata |= {f"clip.vision.{key}": value for key, value in facts.items()}
     for key, values in model.state_dict().items():
         theirs = _named(key.removeprefix("model."), names)
-        for own, part in () if theirs is None else _parts(theirs, values.detach().float(), name):
+        if theirs is None or theirs.startswith(f"v.blk.{layers}."):
+            continue
+        for own, part in _parts(theirs, values.detach().float(), name):
             data = np.ascontiguousarray(part.numpy(), "<f4")
             file.tensors[own] = (data.shape[::-1], 0, data.tobytes())
     return file
@@ -232,6 +271,16 @@ def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
         }
     if name == "lfm2_vl" or name.startswith("gemma4"):
         return {"projector.scale_factor": (U32, 2)}
+    if name.startswith("llava"):
+        sizes = getattr(model.config, "image_grid_pinpoints", [])
+        more = {
+            "image_grid_pinpoints": (ARRAY, (I32, [side for size in sizes for side in size])),
+            "mm_patch_merge_type": (STRING, "spatial_unpad"),
+        }
+        own = {"projection_dim": (U32, 768), "feature_layer": (ARRAY, (I32, [2]))}
+        return {**own, **(more if sizes else {})}
+    if name == "internvl":
+        return {"projector.scale_factor": (U32, 2), "preproc_max_tiles": (U32, 6)}
     if name == "mistral3":
         return {"spatial_merge_size": (U32, 2)}
     if name == "qwen2_5_vl":
@@ -244,7 +293,7 @@ def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
 
 def _named(key: str, names: dict[str, str]) -> str | None:
     layer = None
-    for root in ("encoder.layers.", "transformer.layers.", "visual.blocks."):
+    for root in ("encoder.layers.", "encoder.layer.", "transformer.layers.", "visual.blocks."):
         if root in key and "language" not in key and "text_model" not in key:
             layer, _, key = key.partition(root)[2].partition(".")
     for theirs, own in names.items():
