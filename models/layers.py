@@ -570,11 +570,12 @@ class Source:
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
         """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
-        ``width``: of one whose rows may stay in the file; default: features of embeddings."""
+        ``width``: of one whose rows may stay in the file, if every token has one; default: features
+        of embeddings."""
 
         def pull() -> Matrix:
             weight = self.pull(path, (first + rows, width or self.config.embedding_width))
-            weight = by_row(weight) if width else weight
+            weight = by_row(weight) if width and not self.config.layer_rows else weight
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

@@ -182,8 +182,8 @@ GROUPS = (
     ),
     Group(
         _RESIDUALS,
-        gguf=("deepseek4", "gemma3n", "qwen4exp"),
-        types=("deepseek_v4", "gemma3n_text", "qwen4_exp_text"),
+        gguf=("deepseek4", "qwen4exp"),
+        types=("deepseek_v4", "qwen4_exp_text"),
     ),
     Group(
         _SIZES,
