@@ -76,7 +76,7 @@ _BYTES = _decoder(
 )
 _RESIDUALS = _decoder(
     "with several residual streams",
-    "the layers here have one",
+    "those here are mixed as in Gemma 3n",
 )
 _EXPERTS = _decoder(
     "with a mixture of experts of its own",

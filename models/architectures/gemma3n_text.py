@@ -44,7 +44,8 @@ def _caches(fields: Fields, windows: Sequence[int | None]) -> LayerCaches:
 
 
 def _widths(fields: Fields, layers: int) -> list[int]:
-    stated = fields.values.get("intermediate_size")
+    stated = fields.values.get("intermediate_size_per_layer")  # of a file
+    stated = fields.values.get("intermediate_size") if stated is None else stated
     each = stated if isinstance(stated, (list, tuple)) else [stated] * layers
     if len(each) != layers:
         fields.fail("intermediate_size", f"a width, or {layers} of them", each)
@@ -119,7 +120,8 @@ ARCHITECTURE = Architecture(
             *("attention_bias", "hidden_activation", "layer_types", "sliding_window"),
             *("final_logit_softcapping", "num_kv_shared_layers", "hidden_size_per_layer_input"),
             *("vocab_size_per_layer_input", "altup_num_inputs", "altup_correct_scale"),
-            *("laurel_rank", "activation_sparsity_pattern"),
+            *("laurel_rank", "activation_sparsity_pattern", "rope_local_base_freq"),
+            "intermediate_size_per_layer",
         ),
         # of training, of the towers and of what their outputs replace
         ignored=(

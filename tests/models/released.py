@@ -54,6 +54,8 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
                 "layer_types": [*_THREE_TO_ONE, *_THREE_TO_ONE],
                 "num_kv_shared_layers": 4,
                 "sliding_window": 16,
+                "hidden_size_per_layer_input": 16,
+                "vocab_size_per_layer_input": 96,
                 "laurel_rank": 24,
                 "activation_sparsity_pattern": [0.95, 0.95, *[0.0] * 6],
             },
