@@ -159,7 +159,8 @@ FAMILIES = (
         ("gpt-oss", "Qwen3-30B-A3B"),
     ),
     Family(
-        "Gemma 3n", ("gemma3n",), ("gemma3n_text",), "several residual streams", ("Gemma 3",),
+        "Gemma 3n", ("gemma3n",), ("gemma3n_text",), "images and sound", ("Gemma 4 E2B to 31B",),
+        part="text only",
     ),
     Family("OLMo 2", ("olmo2",), ("olmo2",)),
     Family("Olmo 3", ("olmo2",), ("olmo3",)),

@@ -237,8 +237,11 @@ class GgufCheckpoint:
         joined, expert = expert_of(name)
         theirs = gguf_name(self.rules, joined)
         if theirs is not None and expert is not None:
-            heads = ".self_attn." in name
-            most = self.config["num_attention_heads"] if heads else num_experts(self.config)
+            most = num_experts(self.config)
+            if ".self_attn." in name:
+                most = self.config["num_attention_heads"]
+            elif joined.startswith("model.altup_"):
+                most = self.config["altup_num_inputs"] - 1
             if expert >= (most or 0):
                 return theirs, None
             single = single_expert(theirs, expert)

@@ -18,6 +18,8 @@ _TOP = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.altup_projections": "altup_proj",
+    "model.altup_unembed_projections": "altup_unembd_proj",
     "model.norm": "output_norm",
     "lm_head": "output",
     "score": "cls.output",
@@ -66,18 +68,22 @@ ONE_ROW = ".shared_expert_gate"
 _WITHOUT_ENDING = ("_bias", ".A", ".D")
 LAYER_OF = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts|.+\.self_attn)\.(\d{1,4})\.(.+)")
-#: Tensors with a matrix for each expert, or for each head of latent attention.
-_STACKED = re.compile(r"_exps\.|\.attn_[kv]_b\.")
+#: Those of residual streams: see models/altup.py.
+_STREAM = re.compile(r"(model\.altup_\w+)\.(\d{1,4})(\..+)?")
+#: Tensors with a matrix for each expert, for each head of latent attention, or for each stream.
+_STACKED = re.compile(r"_exps\.|\.attn_[kv]_b\.|^altup_")
 
 
 def is_stacked(theirs: str) -> bool:
-    """Whether a tensor has a matrix for each expert or head."""
+    """Whether a tensor has a matrix for each expert, head or stream."""
     return _STACKED.search(theirs) is not None
 
 
 def expert_of(name: str) -> tuple[str, int | None]:
-    """The name of the tensor with all experts, or heads, of a layer, and which of them ``name``
-    is."""
+    """The name of the tensor with all experts, or heads, of a layer, or with all streams, and which
+    of them ``name`` is."""
+    if (stream := _STREAM.fullmatch(name)) is not None:
+        return stream[1] + (stream[3] or ""), int(stream[2])
     match = _EXPERT.fullmatch(name)
     return (name, None) if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
 

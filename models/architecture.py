@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sdk.models.config_fields import Fields
     from sdk.models.latent_spec import LatentSpec
     from sdk.models.recurrent import RecurrentSpec
+    from sdk.models.stream_spec import StreamSpec
     from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -145,6 +146,9 @@ class ConfigRules(NamedTuple):
     has.
     ``layer_inputs``: the key of the features of per-layer embeddings; ``None``: there are none.
     ``latent``: the widths of latent attention, if it has that.
+    ``streams(fields, layers)``: the sizes of its residual streams, if it has several.
+    ``layer_rows``: the key of the rows of per-layer embeddings, which may be fewer than tokens;
+    those without a row have zeros.
     ``limits(key, fields, layers)``: reads the clamps of MLPs, ``swiglu_limits`` of experts and
     ``swiglu_limits_shared`` of the others; empty or ``None``: there are none.
     """
@@ -183,6 +187,8 @@ class ConfigRules(NamedTuple):
     has_experts: Callable[[Fields], bool] | None = None
     layer_inputs: str | None = None
     latent: Callable[[Fields], LatentSpec] | None = None
+    streams: Callable[[Fields, int], StreamSpec] | None = None
+    layer_rows: str | None = None
     limits: Callable[[str, Fields, int], Sequence[float | None]] | None = None
 
 

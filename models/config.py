@@ -58,6 +58,7 @@ from sdk.quant.caches import AttentionCache, Cache, window_groups
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from sdk.models.stream_spec import StreamSpec
     from sdk.models.vision.config import VisionConfig
 #: A gate is clamped after its activation, from above alone. SiLU is never below -0.2785: so far
 #: from 0 a clamp from both sides is the same.
@@ -97,6 +98,8 @@ class ModelConfig:
     layers whose values are their keys before norm and rotation; empty: none. ``layer_widths``: the
     widths of MLPs where layers differ; ``intermediate_size`` is the most of them.
     ``layer_inputs``: features of the embedding that a token has for each layer; 0: it has none.
+    ``layer_rows``: how many tokens have a row of them, from the first on; 0: all.
+    ``streams``: the sizes of residual streams; ``None``: there is one.
     ``latent``: the widths of latent attention; then ``head_dim`` is that of the one key that a
     token keeps, and there is one key head.
     ``chunked_windows``: a token sees the tokens from the last multiple of the window on.
@@ -156,6 +159,8 @@ class ModelConfig:
     keys_as_values: tuple[bool, ...] = ()
     layer_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
+    layer_rows: int = 0
+    streams: StreamSpec | None = None
     latent: LatentSpec | None = None
     chunked_windows: bool = False
     vision: VisionConfig | None = None
@@ -389,6 +394,8 @@ def _of_layers(fields: Fields, rules: ConfigRules, windows: Sequence[int | None]
         "recurrent": None if rules.recurrent is None else rules.recurrent(fields),
         "keys_as_values": () if values is None else tuple(values(fields, windows)),
         "layer_inputs": _layer_inputs(fields, rules),
+        "layer_rows": _layer_rows(fields, rules),
+        "streams": None if rules.streams is None else rules.streams(fields, len(windows)),
         "chunked_windows": chunked(fields),
         "mlp_limits": _limits(fields, rules, "swiglu_limits_shared", len(windows)),
         "expert_limits": _limits(fields, rules, "swiglu_limits", len(windows)),
@@ -455,6 +462,14 @@ def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
     if key is None or fields.values.get(key, 0) == 0:
         return 0
     return fields.count(key, MAX_WIDTH)
+
+
+def _layer_rows(fields: Fields, rules: ConfigRules) -> int:
+    if rules.layer_rows is None:
+        return 0
+    vocab = fields.count("vocab_size", MAX_VOCAB)
+    rows = fields.count(rules.layer_rows, MAX_VOCAB, default=vocab)
+    return rows if rows < vocab else 0
 
 
 def _positions(

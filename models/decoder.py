@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
+    from sdk.models.altup import StreamLayer, Streams
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
     from sdk.models.layer_inputs import LayerInput, LayerInputs
@@ -358,7 +359,16 @@ class Decoder:
             self.head = source.head(self.embedding)
         #: The numbers of the layers of this stage.
         self.numbers = source.layers
-        self.layers = _load_layers(source, self._rules)
+        #: What runs layers over several residual streams.
+        self.several: Streams | None = None
+        self.layers: Sequence[Layer | StreamLayer]
+        if c.streams is None:
+            self.layers = _load_layers(source, self._rules)
+        else:
+            from sdk.models.altup import Streams
+
+            self.several = Streams(source, self._rules)
+            self.layers = self.several.layers
         self._caches = _places_of_caches(c, self.numbers)
         self.norm: Norm | None = None
         if mesh.is_last and not self._rules.post_norm:
@@ -419,12 +429,17 @@ class Decoder:
         own = None if self.inputs is None else self.inputs(inputs, delta)
         step = Step(batch, angles, self.biases, own)
         self.streams = []
+        if self.several is not None:
+            assert self.norm is not None and not self.streamed
+            x = self.several(delta, step, kv, self._caches)
+            return self.ops.add_norm(x, None, self.norm, wide=True, out=out)[0]
         for i, layer in zip(self.numbers, self.layers, strict=True):
             places = self._caches[i] if self.config.causal else (0,)
             if i in self.streamed:
                 stream = self.ops.add(self.ops.zeros(*delta.shape), delta)
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
+                assert isinstance(layer, Layer)
                 delta, residual = layer(delta, residual, step, [kv[one] for one in places])
             if i + 1 < self._features and batch.image_rows is not None:
                 assert residual is not None

@@ -37,7 +37,10 @@ class LayerInputs:
         self.ops = source.ops
         self.features = c.layer_inputs
         width = c.num_layers * c.layer_inputs
-        self.table = source.table("model.embed_tokens_per_layer", c.vocab_size, width=width)
+        # The tokens after the last row of a shorter table have zeros, which only memory gives.
+        self.part = (0, c.vocab_size) if c.layer_rows else None
+        rows = c.layer_rows or c.vocab_size
+        self.table = source.table("model.embed_tokens_per_layer", rows, width=width)
         path = "model.per_layer_model_projection"
         self.projection = source.matrix(path, width, c.hidden_size)
         self.norm = source.norm("model.per_layer_projection_norm", c.layer_inputs)
@@ -49,7 +52,7 @@ class LayerInputs:
         y = self.ops.scale(self.projection(embeddings), self.scale)
         y = self.ops.norm(y.view(-1, self.features), self.norm).view(y.shape)
         if not ids.is_floating_point():
-            rows = self.ops.scale(self.table.rows(ids), math.sqrt(self.features))
+            rows = self.ops.scale(self.table.rows(ids, self.part), math.sqrt(self.features))
             y = self.ops.add(y, rows)
         return self.ops.scale(y, math.sqrt(0.5))
 

@@ -572,12 +572,14 @@ class Source:
 
     def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
         """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
-        ``width``: of one whose rows may stay in the file, and which may have more of them (Gemma
-        4's ``vocab_size_per_layer_input``); default: features of embeddings."""
+        ``width``: of one whose rows may stay in the file, if every token has one, and which may
+        have more of them (Gemma 4's ``vocab_size_per_layer_input``); default: features of
+        embeddings."""
 
         def pull() -> Matrix:
             if width is not None:
-                return Matrix(by_row(self.pull(path, (first + rows, width), more_rows=True)), None)
+                weight = self.pull(path, (first + rows, width), more_rows=True)
+                return Matrix(weight if self.config.layer_rows else by_row(weight), None)
             weight = self.pull(path, (first + rows, self.config.embedding_width))
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 

@@ -75,7 +75,7 @@ _BYTES = _decoder(
 )
 _RESIDUALS = _decoder(
     "with several residual streams",
-    "the layers here have one",
+    "those here are mixed as in Gemma 3n",
 )
 _EXPERTS = _decoder(
     "with a mixture of experts of its own",
@@ -177,8 +177,8 @@ REFUSED = (
     ),
     RefusedModels(
         _RESIDUALS,
-        gguf=("deepseek4", "gemma3n", "qwen4exp"),
-        types=("deepseek_v4", "gemma3n_text", "qwen4_exp_text"),
+        gguf=("deepseek4", "qwen4exp"),
+        types=("deepseek_v4", "qwen4_exp_text"),
     ),
     RefusedModels(
         _SIZES,

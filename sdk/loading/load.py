@@ -270,7 +270,7 @@ def start(
         if key is None:
             key = facts.key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         scheduler = _scheduler(facts)
-        vocab = model.vocab_size
+        vocab = model.layer_rows or model.vocab_size
         engine = Engine(scheduler, executor, facts.tokenizer, vocab_size=vocab, seed=config.seed)
         engine.stage_times = _set_steps_in_flight(scheduler, executor)
         if facts.runner_config.expert_bytes:

@@ -67,7 +67,7 @@ def weight_bytes(
     device = resolve.device_of(config)
     loaded = only or partial(_is_of_layers, model.num_layers)
     once = [
-        replace(each, held=held_bytes(each, device))
+        replace(each, held=held_bytes(each, device, model.layer_rows))
         for each in checkpoint.entries()
         if loaded(each.name)
     ]
@@ -134,11 +134,12 @@ def end_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return sum(held_bytes(each, device) for each in ends)
 
 
-def held_bytes(entry: TensorEntry, device: str) -> int:
-    """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it."""
+def held_bytes(entry: TensorEntry, device: str, layer_rows: int = 0) -> int:
+    """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it.
+    ``layer_rows``: see :class:`sdk.models.config.ModelConfig`; such a table is in memory."""
     if entry.held is not None:
         return entry.held
-    if device == "cpu" and stays_in_file(entry):
+    if device == "cpu" and not layer_rows and stays_in_file(entry):
         return 0
     held: int | None = None
     if len(entry.shape) > 1:

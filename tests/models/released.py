@@ -48,6 +48,18 @@ _NEMOTRON: dict[str, Any] = {
 
 RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
+        "gemma3n_text": (
+            {
+                "num_hidden_layers": 8,
+                "layer_types": [*_THREE_TO_ONE, *_THREE_TO_ONE],
+                "num_kv_shared_layers": 4,
+                "sliding_window": 16,
+                "hidden_size_per_layer_input": 16,
+                "vocab_size_per_layer_input": 96,
+                "laurel_rank": 24,
+                "activation_sparsity_pattern": [0.95, 0.95, *[0.0] * 6],
+            },
+        ),
         "afmoe": ({"mup_enabled": True, "route_scale": 2.0, "layer_types": _THREE_TO_ONE},),
         "axk1": (_GROUPS,),
         "bamba": ({"attn_layer_indices": [1]},),

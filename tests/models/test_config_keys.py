@@ -88,6 +88,16 @@ BASES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 96,
     },
+    "gemma3n_text": {
+        **_WINDOWED,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 96,
+        "intermediate_size": [128] * 4,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+        "laurel_rank": 24,
+    },
     "gpt_oss": {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {

@@ -94,6 +94,22 @@ YARN = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+#: Layers with a window and without, two that read the keys of earlier ones, sparse and dense MLPs.
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+    "sliding_window": 9,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 96,
+    "intermediate_size": [128, 128, 96, 128, 128],
+    "activation_sparsity_pattern": [0.95, 0.8, 0.0, 0.0, 0.0],
+    "laurel_rank": 24,
+    "final_logit_softcapping": 20.0,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**V3, **LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "deepseek_v2-lite": {
@@ -144,6 +160,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "top_k_experts": 3,
         "moe_intermediate_size": 48,
     },
+    "gemma3n_text": GEMMA3N,
     "gemma4_unified_text": {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
     "llama4_text": {
         "num_hidden_layers": 5,

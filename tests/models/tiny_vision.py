@@ -76,7 +76,7 @@ GEMMA4: dict[str, Any] = {
     "head_dim": 24,
     "patch_size": 4,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 560,
+    "position_embedding_size": 600,
 }
 #: Families whose images have any shape.
 FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
