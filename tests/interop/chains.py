@@ -2,7 +2,8 @@
 
 ``python tests/interop/chains.py embedlm MODEL`` and ``... llama-cpp MODEL``, in an environment with
 langchain-core, langchain-community and llama-cpp-python, print a line of JSON each. Run both in
-turn, several times, on a machine that does nothing else. llama-cpp-python's model is not safe to
+turn, several times, on a machine that does nothing else; on a busy one compare ``cpu_seconds`` with
+``--threads 1``, since several threads wait for each other. llama-cpp-python's model is not safe to
 use from several threads, so its chains take turns behind a lock, as its users have to do.
 """
 
@@ -75,9 +76,9 @@ def main() -> None:
     chain.invoke({"subject": "a warm-up"})
     reasons.clear()
     subjects = [{"subject": SUBJECTS[n % len(SUBJECTS)]} for n in range(args.chains)]
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     texts = chain.batch(subjects, config={"max_concurrency": args.chains})
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     assert all(texts) and reasons == ["length"] * args.chains, reasons
     found = {
         "engine": args.engine,
@@ -85,6 +86,7 @@ def main() -> None:
         "tokens": args.chains * args.tokens,
         "seconds": round(seconds, 2),
         "tokens_per_second": round(args.chains * args.tokens / seconds, 1),
+        "cpu_seconds": round(busy, 2),
         "first": texts[0][:60],
     }
     print(json.dumps(found))

@@ -98,13 +98,6 @@ ENVIRONMENTS = {
     "mcp": Environment(
         (f"-C wheel.cmake=false {ROOT}[structured]", "mcp==2.3.0 pytest"), torch=False
     ),
-    "constrained": Environment(
-        (
-            f"-C wheel.cmake=false {ROOT}[server,structured]",
-            "outlines==1.3.3 guidance==0.3.1 openai==2.54.0 pytest",
-        ),
-        torch=False,
-    ),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 
