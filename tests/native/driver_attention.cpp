@@ -177,7 +177,8 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
                           slots.data(),     s.table_width,  tokens,               (int32_t)s.page_size};
         many.run(kOpPlaces, places, s.requests);
         many.run(kOpAngles,
-                 AnglesArgs{positions.data(), frequencies.data(), cos.data(), sin.data(), half, 1},
+                 AnglesArgs{positions.data(), frequencies.data(), cos.data(), sin.data(), nullptr, nullptr,
+                            half, 0, 0, 1},
                  tokens);
         const Buffer<float> qkv = floats(random, tokens * (s.heads + 2 * s.kv_heads) * s.head_dim);
         Cache* cache = &first;

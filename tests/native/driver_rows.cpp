@@ -65,7 +65,8 @@ void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
     Buffer<int64_t> positions = indices(random, rows, 5000);
     both(one, many, 2 * rows * width, [&](TestRuntime& runtime, float* out) {
         runtime.run(kOpAngles,
-                   AnglesArgs{positions.data(), weight.data(), out, out + rows * width, width, 1.5f},
+                   AnglesArgs{positions.data(), weight.data(), out, out + rows * width, nullptr, nullptr,
+                              width, 0, 0, 1.5f},
                    rows);
     });
     if (!count) return;
