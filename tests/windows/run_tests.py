@@ -5,6 +5,7 @@ python run_tests.py WHEEL PACKAGES TEST...     folders of both, and what pytest 
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -14,7 +15,7 @@ def main() -> int:
     import pytest
 
     # The checkout's settings and fixtures are for an environment with everything.
-    options = ["--noconftest", "-c", "NUL", "-q", "-p", "no:cacheprovider"]
+    options = ["--noconftest", "-c", os.devnull, "-q", "-p", "no:cacheprovider"]
     return int(pytest.main([*options, "--import-mode=importlib", *tests]))
 
 
