@@ -31,7 +31,7 @@ BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 READY = $(VENV)/.embedlm-$(if $(wildcard $(VENV)/.embedlm-installed),installed,here)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-arm aot aot-cache gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all test-arm test-windows aot aot-cache gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ test-all: $(VENV)/.embedlm-dev models browser ## the same with the slow tests
 
 test-arm: | $(PY) ## the native module for 64-bit ARM in an emulator, with an ARM Python (40 minutes; Debian, Ubuntu)
 	.ci/arm.sh $(abspath $(PY))
+
+test-windows: $(WHEEL_TOOLS)/.embedlm-tools $(VENV)/.embedlm-installed demo-model ## the wheel for Windows under Wine (20 minutes of CPU time; apt install wine64)
+	.ci/windows.sh $(abspath $(WHEEL_TOOLS)/bin/python) "$$($(PY) -c 'import sdk; print(sdk.demo_model())')" $(abspath $(PY))
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
 	$(PY) tests/gpu/aot/sweep.py $(if $(ACCEPT),--accept)
@@ -68,9 +71,9 @@ test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gp
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 
-wheels: $(WHEEL_TOOLS)/.embedlm-tools ## build dist/: source archive, manylinux wheel (for every Python), bill of materials
+wheels: $(WHEEL_TOOLS)/.embedlm-tools ## build dist/: source archive, wheels of all systems, bills of materials, hashes (ONLY="win_amd64 ...")
 	@echo "embedlm: compiling the native module and packing (2 to 4 minutes of CPU time for each architecture)"
-	@$(WHEEL_TOOLS)/bin/python .ci/wheels.py $(DIST)
+	@$(WHEEL_TOOLS)/bin/python .ci/wheels.py $(DIST) $(if $(ONLY),--only $(ONLY))
 
 docs: $(DOCS_TOOLS)/.embedlm-tools ## build the documentation site in build/site; a dead link or anchor is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict --clean --site-dir $(abspath $(SITE))

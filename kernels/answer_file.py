@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-import platform
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,7 +94,7 @@ class AnswerFile:
 
     def begin(self, name: str) -> None:
         """Note that this process runs a check; :meth:`add` or :meth:`forget` ends that."""
-        self.add({name: Answer(float("nan"), f"{RUNNING} {os.getpid()} {platform.node()}")})
+        self.add({name: Answer(float("nan"), f"{RUNNING} {os.getpid()} {socket.gethostname()}")})
 
     def forget(self, name: str) -> None:
         """Leave out a check that was begun."""
@@ -139,7 +139,7 @@ def _has_ended(reason: str) -> bool:
     """Whether the process that :meth:`AnswerFile.begin` noted is gone. Those of other hosts, which
     may share the folder, are not known."""
     _, process, host = (*reason.split(" ", 2), "", "")[:3]
-    if host != platform.node() or not process.isdecimal():
+    if host != socket.gethostname() or not process.isdecimal():
         return False
     return not SYSTEM.is_alive(int(process))
 

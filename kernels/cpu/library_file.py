@@ -5,7 +5,6 @@ Sources: elf(5), Microsoft's "PE Format", and <mach-o/loader.h>.
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 from sdk.kernels.system import SYSTEM
@@ -13,8 +12,6 @@ from sdk.kernels.system import SYSTEM
 _ELF_MACHINES = {62: "x86_64", 183: "aarch64", 3: "x86", 40: "arm"}
 _PE_MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64", 0x14C: "x86"}
 _MACH_MACHINES = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
-#: What Windows and macOS call the same processors.
-_SAME = {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}
 _MOST = 4096
 
 
@@ -25,7 +22,7 @@ def foreign(path: Path) -> str:
             made = made_for(file.read(_MOST))
     except OSError:
         return ""  # who loads it says so
-    own = f"{_SAME.get(platform.machine(), platform.machine())} {SYSTEM.name}"
+    own = f"{SYSTEM.machine()} {SYSTEM.name}"
     if not made or made == own:
         return ""
     return (

@@ -8,7 +8,6 @@ import fcntl
 import functools
 import mmap
 import os
-import platform
 import resource
 import signal
 import socket
@@ -109,7 +108,7 @@ class Linux(Posix):
     def cpu_name(self) -> str:
         lines = _text("/proc/cpuinfo").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return names[0] if names else platform.machine()
+        return names[0] if names else self.machine()
 
     def pin(self, process: int, cpus: frozenset[int]) -> None:
         os.sched_setaffinity(process, cpus)

@@ -7,7 +7,6 @@ import fcntl
 import functools
 import mmap
 import os
-import platform
 import resource
 import sys
 from typing import Any
@@ -106,7 +105,7 @@ class MacOS(Posix):
     def cpu_name(self) -> str:
         text = ctypes.create_string_buffer(256)
         _sysctl("machdep.cpu.brand_string", text)
-        return text.value.decode("utf-8", "replace") or platform.machine()
+        return text.value.decode("utf-8", "replace") or self.machine()
 
     def lower_priority(self, by: int) -> None:
         """A class of service: a thread of the lowest one runs on slow cores alone."""

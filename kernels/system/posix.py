@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sdk.kernels.system.services import MOST_STACK, UNKNOWN_STACK, Services
+from sdk.kernels.system.services import MOST_STACK, UNKNOWN_STACK, Services, named
 
 assert sys.platform != "win32"
 
@@ -27,6 +27,9 @@ class Posix(Services):
 
     def installed_ram(self) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def machine(self) -> str:
+        return named(os.uname().machine)
 
     def release_pages(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
         with contextlib.suppress(OSError):

@@ -30,6 +30,13 @@ class MemoryLimit(NamedTuple):
     available: int
 
 
+def named(architecture: str) -> str:
+    """What Linux calls an architecture."""
+    return {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}.get(
+        architecture, architecture
+    )
+
+
 class Services(ABC):
     """One operating system. Stateless: every method may be called from any thread."""
 
@@ -105,6 +112,11 @@ class Services(ABC):
         """How many logical CPUs of each kind the machine has, fastest kind first; one number if
         all are alike or the system does not say."""
         return (os.cpu_count() or 1,)
+
+    @abstractmethod
+    def machine(self) -> str:
+        """The architecture that this process runs on, as Linux names it: ``"x86_64"``,
+        ``"aarch64"``."""
 
     @abstractmethod
     def cpu_name(self) -> str:
@@ -238,7 +250,8 @@ class Services(ABC):
 
     @abstractmethod
     def is_alive(self, process: int) -> bool:
-        """Whether a process of this machine runs, also of another user."""
+        """Whether a process of this machine runs, also of another user. What cannot be a process's
+        number counts as one: nothing is known of it."""
 
     def is_stopped(self, process: int) -> bool:
         """Whether a signal has stopped a process; False where the system does not say."""

@@ -10,7 +10,6 @@ import functools
 import mmap
 import msvcrt
 import os
-import platform
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from ctypes import byref, sizeof, wintypes
 from pathlib import Path
 from typing import Any
 
-from sdk.kernels.system.services import MOST_STACK, MemoryLimit, Services
+from sdk.kernels.system.services import MOST_STACK, MemoryLimit, Services, named as _named
 
 assert sys.platform == "win32"
 
@@ -165,7 +164,11 @@ class Windows(Services):
         place = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
         with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, place) as key:
             return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
-        return platform.machine()
+        return self.machine()
+
+    def machine(self) -> str:
+        """Python's ``platform`` would ask a service of the system, which takes a while."""
+        return _named(os.environ.get("PROCESSOR_ARCHITECTURE", ""))
 
     def pin(self, process: int, cpus: frozenset[int]) -> None:
         handle = _opened(process, 0x0200)  # PROCESS_SET_INFORMATION
@@ -275,10 +278,9 @@ class Windows(Services):
 
     def is_alive(self, process: int) -> bool:
         """``os.kill(process, 0)`` would send Ctrl-C here."""
-        try:
-            handle = _opened(process, _SYNCHRONIZE)
-        except ctypes.ArgumentError:
-            return True  # no number of a process
+        if process >> 32:
+            return True
+        handle = _opened(process, _SYNCHRONIZE)
         if not handle:
             return ctypes.get_last_error() == _DENIED
         try:

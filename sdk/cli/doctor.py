@@ -89,7 +89,7 @@ def check_native() -> list[Finding]:
 def check_device() -> list[Finding]:
     cores = SYSTEM.num_cpus()
     memory = format_bytes(available_memory())
-    return [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
+    return [Finding("device", f"cpu ({SYSTEM.machine()}), {cores} cores, {memory} available")]
 
 
 def check_gpu() -> list[Finding]:

@@ -522,7 +522,7 @@ def test_a_process_of_another_host_is_not_known_to_have_ended(
 ) -> None:
     file = AnswerFile(tmp_path, MACHINE)
     with monkeypatch.context() as patch:
-        patch.setattr("platform.node", lambda: "another host")
+        patch.setattr("socket.gethostname", lambda: "another host")
         file.begin("name")
     assert file.read() == {}
     file.add({"name": Answer(0.0, "running")})  # written by nobody

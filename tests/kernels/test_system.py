@@ -160,7 +160,7 @@ def test_what_a_system_lacks_is_an_error_with_its_name(plain: Services) -> None:
 
 
 def test_a_python_of_32_bits_is_refused_in_one_line() -> None:
-    code = "import sys; sys.maxsize = 2**31 - 1; import sdk"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; sys.maxsize = 2**31 - 1; import sdk"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

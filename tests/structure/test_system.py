@@ -16,7 +16,7 @@ OWN = "kernels/system/"
 MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "msvcrt", "winreg", "_winapi"}
 NAMES = {
     "sys": {"platform", "getwindowsversion"},
-    "platform": {"system", "uname", "win32_ver", "mac_ver"},
+    "platform": {"system", "uname", "win32_ver", "mac_ver", "machine", "node", "platform"},
     "os": {
         *("name", "uname", "sched_getaffinity", "sched_setaffinity", "cpu_count", "sysconf"),
         *("pread", "preadv", "pwrite", "pwritev", "posix_fallocate", "posix_fadvise", "fdatasync"),

@@ -3,7 +3,6 @@
 #if defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #define NOMINMAX
-#define _WIN32_WINNT 0x0A00
 #include "system.hpp"
 
 #include <errno.h>

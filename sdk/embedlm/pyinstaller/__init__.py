@@ -35,5 +35,5 @@ def files(*, libraries: bool) -> list[tuple[str, str]]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
         and path.suffix not in (".py", ".pyc")
-        and (path.suffix == ".so") == libraries
+        and (path.suffix in (".so", ".pyd")) == libraries
     ]

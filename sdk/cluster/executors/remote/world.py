@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from sdk.cluster.executors.remote.engine_codec import PROTOCOL
 from sdk.engine.model_key import files_key
 from sdk.kernels.cpu import simd_level
 from sdk.kernels.cpu.library import ABI_VERSION, find_library
+from sdk.kernels.system import SYSTEM
 
 Facts = dict[str, str]
 
@@ -28,7 +28,7 @@ def facts_of(model: str) -> Facts:
         # sdk imports all of us for type checkers, so importing its name would close a circle
         "embedlm": sys.modules["sdk"].__version__,
         "protocol": PROTOCOL,
-        "machine": f"{platform.machine()}, {sys.byteorder} endian",
+        "machine": f"{SYSTEM.machine()}, {sys.byteorder} endian",
         "native module": native,
         "SIMD level": simd_level() or "none",
     }

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import platform
-
 from sdk.kernels.system import SYSTEM
 
 
@@ -28,7 +26,7 @@ class Platform:
 
     def get_device_name(self, device_id: int = 0) -> str:
         """The processor's architecture."""
-        return platform.machine()
+        return SYSTEM.machine()
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         """Bytes of the machine's memory."""

@@ -1,0 +1,23 @@
+"""Runs tests of this checkout on an installed package, with a Python that has neither.
+
+python run_tests.py WHEEL PACKAGES TEST...     folders of both, and what pytest shall run
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> int:
+    folders, tests = sys.argv[1:3], sys.argv[3:]
+    sys.path[:0] = folders
+    import pytest
+
+    # The checkout's settings and fixtures are for an environment with everything.
+    options = ["--noconftest", "-c", os.devnull, "-q", "-p", "no:cacheprovider"]
+    return int(pytest.main([*options, "--import-mode=importlib", *tests]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
