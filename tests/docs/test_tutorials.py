@@ -16,7 +16,7 @@ from tests.docs.pages import anchors, links
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 #: How many plots are stored in each.
-PLOTS = {"1_embed": 0, "2_quantize": 1, "3_serve": 3}
+PLOTS = {"1_embed": 0, "2_quantize": 1, "3_serve": 3, "4_images": 2}
 
 
 def cells(notebook: Any, kind: str) -> list[Any]:
