@@ -125,6 +125,23 @@ def test_what_preempted_requests_had_comes_back_from_the_swap_space(
     assert least <= ran[1] < ran[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_swap_their_parts(path: Path, split: str) -> None:
+    """With ranks heads are split, and with stages layers: each rank copies what it has."""
+    options = {split: 2, "kv_cache_memory_bytes": few_bytes(path)}
+    prompts = [*PROMPTS, *PROMPTS[:2]]
+    found = []
+    for swap in (0, 2**24):
+        with LLM(path, **{**OPTIONS, **options}, swap_space=swap) as llm:
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = llm.generate(given, greedy(110), use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            metrics = llm.get_metrics()
+    assert metrics["num_preemptions"] > 0 and metrics["swapped_in"] > 0
+    assert found[0] == found[1]
+
+
 def other_prompts(work: Work) -> list[list[int]]:
     return work.answers(PROMPTS, 60)
 
