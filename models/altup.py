@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sdk.models.attention import Step
     from sdk.models.layers import Projection, Source
 
+    MakeMLP = Callable[[Source, str, int], Callable[[Tensor], Tensor]]
+
 #: In the place of an eps that a sum of squares does not have. transformers limits mean squares of
 #: streams to 1e-5 from below instead; those of embeddings that mean something are around 1.
 _TINY = 1e-30
@@ -56,9 +58,12 @@ def copied(ops: Ops, x: Tensor) -> Tensor:
 
 
 class Streams:
-    """The layers of a model, with what makes streams of the embedding and one vector of them."""
+    """The layers of a model, with what makes streams of the embedding and one vector of them.
 
-    def __init__(self, source: Source, rules: LayerRules) -> None:
+    ``dense``: makes an MLP that is not sparse, of a path and a width.
+    """
+
+    def __init__(self, source: Source, rules: LayerRules, dense: MakeMLP) -> None:
         c = source.config
         assert c.streams is not None
         self.ops, self.count = source.ops, c.streams.count
@@ -72,7 +77,7 @@ class Streams:
         self.layers: list[StreamLayer] = []
         for i in source.layers:
             with source.ops.layers.load(i):
-                self.layers.append(StreamLayer(source, f"model.layers.{i}", i, rules))
+                self.layers.append(StreamLayer(source, f"model.layers.{i}", i, rules, dense))
 
     def __call__(
         self,
@@ -206,9 +211,9 @@ class SparseMLP:
 class StreamLayer:
     """One decoder layer over several streams."""
 
-    def __init__(self, source: Source, path: str, index: int, rules: LayerRules) -> None:
-        from sdk.models.decoder import MLP
-
+    def __init__(
+        self, source: Source, path: str, index: int, rules: LayerRules, dense: MakeMLP
+    ) -> None:
         c = source.config
         assert c.streams is not None
         self.ops = source.ops
@@ -222,8 +227,8 @@ class StreamLayer:
         self.right = source.matrix(f"{path}.laurel.linear_right", width, rank)
         self.after_laurel = source.norm(f"{path}.laurel.post_laurel_norm")
         where, deviations = f"{path}.mlp", c.streams.deviations[index]
-        self.mlp: MLP | SparseMLP = (
-            MLP(source, where, c.width_of(index))
+        self.mlp: Callable[[Tensor], Tensor] = (
+            dense(source, where, c.width_of(index))
             if deviations is None
             else SparseMLP(source, where, c.width_of(index), deviations)
         )

@@ -459,7 +459,7 @@ class Decoder:
         else:
             from sdk.models.altup import Streams
 
-            self.several = Streams(source, self._rules)
+            self.several = Streams(source, self._rules, MLP)
             self.layers = self.several.layers
         self._caches = _places_of_caches(c, self.numbers)
         self.norm: Norm | None = None
