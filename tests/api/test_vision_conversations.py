@@ -191,3 +191,67 @@ def test_adapters_of_the_text_part_are_those_of_peft_and_others_are_refused(
         _, tower = adapted(r".*visual.*\.qkv|.*vision.*\.q_proj", "tower")
         with pytest.raises(CheckpointError, match="the model has no such matrix"):
             llm.chat(asked, last, lora_request=tower)
+
+
+def _text(llm: LLM, messages: list[dict[str, Any]]) -> str:
+    """What the chat template makes of a conversation, one placeholder for each image."""
+    reader = llm._reader.images
+    assert reader is not None
+    text: str = llm._reader.need_tokenizer("").apply_chat_template(
+        messages, image=reader._processor.placeholder
+    )
+    return text
+
+
+@pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
+def test_a_sentence_folder_of_a_vision_model_embeds_images_and_texts(
+    pooling: str, tmp_path: Path
+) -> None:
+    """As Qwen3-VL-Embedding does: one space for both."""
+    one = ALL["qwen3_vl"]
+    write_model(one, tmp_path)
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    settings = {"word_embedding_dimension": 64, "pooling_mode": pooling}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32", "compute": "exact"}
+    with LLM(str(tmp_path), max_model_len=LENGTH, num_threads=1, **exact) as llm:
+        prompts, wanted = [], []
+        for messages, pictures in CASES.values():
+            given = inputs_of(one, messages, pictures)
+            with torch.no_grad():
+                states = theirs.model(**given).last_hidden_state[0]
+            state = states[-1] if pooling == "lasttoken" else states.mean(0)
+            wanted.append(torch.nn.functional.normalize(state, dim=0))
+            prompts.append(
+                {"prompt": _text(llm, messages), "multi_modal_data": {"image": pictures}}
+            )
+        found = llm.embed(prompts)
+    for own, expected in zip(found, wanted, strict=True):
+        assert (torch.tensor(own.embedding) - expected).abs().max() <= 1e-5
+
+
+def test_a_reranker_with_answers_for_classes_scores_prompts_with_images(tmp_path: Path) -> None:
+    """As Qwen3-VL-Reranker does: the probability of "yes" beside "no" as the next token."""
+    one = ALL["qwen3_vl"]
+    write_model(one, tmp_path)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32", "compute": "exact"}
+    words = {"classifier_from_token": ["n", "y"]}
+    options = {"max_model_len": LENGTH, "num_threads": 1, "hf_overrides": words}
+    with LLM(str(tmp_path), **options, **exact) as llm:
+        tokenizer = llm._reader.need_tokenizer("")
+        ids = [tokenizer.token_to_id(word) for word in ("n", "y")]
+        for messages, pictures in CASES.values():
+            with torch.no_grad():
+                logits = theirs(**inputs_of(one, messages, pictures)).logits[0, -1]
+            given = {"prompt": _text(llm, messages), "multi_modal_data": {"image": pictures}}
+            [found] = llm.classify(given)
+            expected = logits[torch.tensor(ids)].softmax(-1)
+            assert (torch.tensor(found.probs) - expected).abs().max() <= 1e-5
