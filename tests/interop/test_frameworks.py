@@ -21,6 +21,7 @@ DRIVERS = [
     ("dspy", "dspy_programs"),
     ("llm", "llm_plugin"),
     ("mcp", "mcp_tools"),
+    ("instructor", "instructor_typed"),
 ]
 
 
