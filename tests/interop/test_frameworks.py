@@ -22,6 +22,7 @@ DRIVERS = [
     ("llm", "llm_plugin"),
     ("mcp", "mcp_tools"),
     ("instructor", "instructor_typed"),
+    ("outlines", "outlines_typed"),
 ]
 
 
