@@ -98,6 +98,14 @@ ENVIRONMENTS = {
     "mcp": Environment(
         (f"-C wheel.cmake=false {ROOT}[structured]", "mcp==2.3.0 pytest"), torch=False
     ),
+    # guidance would ask for an older llguidance
+    "outlines": Environment(
+        (
+            f"-C wheel.cmake=false {ROOT}[server,structured]",
+            "outlines==1.3.3 openai==2.54.0 pytest",
+        ),
+        torch=False,
+    ),
     "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 

@@ -21,6 +21,8 @@ DRIVERS = [
     ("dspy", "dspy_programs"),
     ("llm", "llm_plugin"),
     ("mcp", "mcp_tools"),
+    ("instructor", "instructor_typed"),
+    ("outlines", "outlines_typed"),
 ]
 
 
