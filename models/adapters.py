@@ -16,8 +16,8 @@ from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_me
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.embedding import Embedding
-from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parts import Part
+from sdk.models.projections import ExpertProjection, Projection
 from sdk.quant.adapter import Adapter, LowRank
 from sdk.quant.errors import AdapterError
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from sdk.kernels.ops import Ops
     from sdk.models.architecture import LayerRules
     from sdk.models.attention import Step
-    from sdk.models.layers import Projection, Source
+    from sdk.models.projections import Projection
+    from sdk.models.source import Source
 
 #: In the place of an eps that a sum of squares does not have. transformers limits mean squares of
 #: streams to 1e-5 from below instead; those of embeddings that mean something are around 1.

@@ -293,8 +293,8 @@ class LayerRules(NamedTuple):
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
-    ``sub_norms``: the last projection of a block reads a norm (Sub-LN, Wang et al. 2022, arXiv
-    2210.06423): ``attn_sub_norm`` and ``ffn_sub_norm``. MLPs alone have it, experts do not.
+    ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
+    ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
 
     norms: Norms = Norms()

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Projection, Source
+    from sdk.models.projections import Projection
+    from sdk.models.source import Source
 
 
 class Step(NamedTuple):
@@ -156,7 +157,7 @@ class Attention:
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         return self.qkv.rounding
 
     def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:

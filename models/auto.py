@@ -11,10 +11,10 @@ from sdk.kernels.ops import Ops
 from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.layers import Source
 from sdk.models.other_models import check_type
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Tensors
+from sdk.models.source import Source
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
 

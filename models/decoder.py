@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
     from sdk.models.layer_inputs import LayerInput, LayerInputs
-    from sdk.models.layers import Head, Linear, Projection, Source
     from sdk.models.mixer import Mixer
+    from sdk.models.projections import Head, Linear, Projection
     from sdk.models.rope import Rope
+    from sdk.models.source import Source
     from sdk.quant.weight import Weight
 
     #: What a rank has of a layer's cache.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sdk.models.architecture import DistanceBuckets
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 
 def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:

@@ -30,9 +30,10 @@ from sdk.kernels.ops import Ops
 from sdk.models.attention import Attention, Step
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import Layer, layer_rules
-from sdk.models.layers import Head, Linear, Projection, Source
 from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
+from sdk.models.projections import Head, Linear, Projection
+from sdk.models.source import Source
 from sdk.quant.checkpoint import Checkpoint
 
 LAYER = "model.layers.0"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 #: Of the norms of q and k, which all models have.
 _L2_EPS = 1e-6
@@ -141,7 +141,7 @@ class GatedDeltaNet:
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         found = self.into.rounding
         return found if self.strengths.rounding == found else None
 

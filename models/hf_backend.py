@@ -2,7 +2,7 @@
 
 The model is built without weights (``accelerate.init_empty_weights``), then
 
-* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Projection` with packed weights;
+* every ``nn.Linear`` becomes our :class:`~sdk.models.projections.Projection` with packed weights;
 * every ``nn.Embedding`` looks up packed rows; other weights (norms, biases) are float32;
 * attention goes through ``paged_attention`` below, which transformers calls by name;
 * transformers has no cache and builds no mask: it gets positions, and the pages are ours.
@@ -41,7 +41,6 @@ from sdk.models.config import ModelConfig
 from sdk.models.config_keys import check_fixed
 from sdk.models.hf_proof import prove_attention, unrecorded_reason
 from sdk.models.hf_weights import Filling
-from sdk.models.layers import Linear
 from sdk.models.other_models import (
     ENCODER,
     ENCODER_DECODER,
@@ -50,6 +49,7 @@ from sdk.models.other_models import (
     TEXT_AND_IMAGES,
 )
 from sdk.models.parallel import Mesh
+from sdk.models.projections import Linear
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

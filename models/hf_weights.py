@@ -16,9 +16,9 @@ from sdk.kernels.mlp_activations import Activation
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.models.hf_known import NormFacts, gated_activation, norm_facts
-from sdk.models.layers import ExpertProjection, Linear, Projection
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, joined_parts, whole
+from sdk.models.projections import ExpertProjection, Linear, Projection
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.expert_weights import ExpertWeights

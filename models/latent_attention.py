@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 
 class LatentAttention:
@@ -79,7 +79,7 @@ class LatentAttention:
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         return self.first.rounding
 
     def __call__(self, x: Rows, step: Step, pages: KVPages) -> Tensor:

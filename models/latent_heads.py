@@ -21,7 +21,7 @@ from sdk.quant.weight import DenseWeight, PackedWeight, Weight
 
 if TYPE_CHECKING:
     from sdk.models.latent_spec import LatentSpec
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 #: Activation bits of the products, as those of queries, keys and values.
 _ACCURATE = 16

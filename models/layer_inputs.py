@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 
 class LayerInputs:

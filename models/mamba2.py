@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
-    from sdk.models.layers import Projection, Source
+    from sdk.models.projections import Projection
+    from sdk.models.source import Source
 
 
 class Factors(NamedTuple):
@@ -151,7 +152,7 @@ class Mamba2:
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         return self.into.rounding
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
     from sdk.models.parallel import Mesh
+    from sdk.models.source import Source
 
 
 class Mixer(Protocol):
@@ -27,7 +27,7 @@ class Mixer(Protocol):
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
 
     def __call__(self, x: Rows, step: Step, cache: Any, /) -> Tensor:
         """``[T, hidden] -> [T, hidden]``. ``cache``: the memory of its layer, of the kind that the

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.models.config import ModelConfig
-    from sdk.models.layers import Projection, Source
+    from sdk.models.projections import Projection
+    from sdk.models.source import Source
 
 
 class MLP:

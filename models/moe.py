@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rows
     from sdk.models.architecture import LayerRules
     from sdk.models.expert_placement import Placement
-    from sdk.models.layers import ExpertProjection, Projection, Source
+    from sdk.models.projections import ExpertProjection, Projection
+    from sdk.models.source import Source
     from sdk.quant.weight import Weight
 
 _GATE = ("gate_proj",)

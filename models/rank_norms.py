@@ -13,7 +13,7 @@ from sdk.quant.errors import AlignmentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 
 class SubNorm:

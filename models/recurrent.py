@@ -31,5 +31,5 @@ class RecurrentSpec(Protocol):
 
     def mixer(self, source: Any, path: str, *, reduce: bool) -> Any:
         """The :class:`~sdk.models.mixer.Mixer` of a layer. ``source``: a
-        :class:`~sdk.models.layers.Source`. Without ``reduce`` a rank's result is its part of the
+        :class:`~sdk.models.source.Source`. Without ``reduce`` a rank's result is its part of the
         sum over ranks."""

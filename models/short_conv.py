@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 
 class ShortConvSpec(NamedTuple):
@@ -65,7 +65,7 @@ class ShortConv:
 
     @property
     def rounding(self) -> Rounding | None:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         return self.into.rounding
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:

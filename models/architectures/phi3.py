@@ -1,6 +1,6 @@
 """Phi-3 and Phi-3.5: Llama whose files hold q/k/v and gate/up joined; longrope, partial rotation.
 
-Abdin et al., "Phi-3 Technical Report" (2024). :meth:`sdk.models.layers.Source.columns` takes the
+Abdin et al., "Phi-3 Technical Report" (2024). :meth:`sdk.models.source.Source.columns` takes the
 joined matrices as stored, and :mod:`sdk.models.rope` selects the long or the short factors.
 """
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.mlp_activations import Activation
 from sdk.kernels.rounding import Rows
-from sdk.models.layers import Projection, Source
+from sdk.models.projections import Projection
+from sdk.models.source import Source
 from sdk.quant.errors import CheckpointError
 
 _NAMES = ("input_min", "input_max", "output_min", "output_max")
@@ -65,12 +66,12 @@ class ClippedProjection(Projection):
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def gated(self, x: Rows, activation: Activation) -> Tensor:
-        """See :class:`sdk.models.layers.Projection`."""
+        """See :class:`sdk.models.projections.Projection`."""
         return self.ops.gated_activation(self(x), activation)
 
 
 class ClippedSource(Source):
-    """A :class:`sdk.models.layers.Source` whose projections have the ranges of the checkpoint, on
+    """A :class:`sdk.models.source.Source` whose projections have the ranges of the checkpoint, on
     one rank."""
 
     def columns(
@@ -84,7 +85,7 @@ class ClippedSource(Source):
         order: Tensor | None = None,
         inputs: int | None = None,
     ) -> Projection:
-        """See :class:`sdk.models.layers.Source`. Products whose inputs have the same range are one
+        """See :class:`sdk.models.source.Source`. Products whose inputs have the same range are one
         product."""
         names = [name for name, *_ in parts]
         ranges = [self._ranges(f"{path}.{name}") for name in names]
@@ -115,7 +116,7 @@ class ClippedSource(Source):
         bias: bool = False,
         reduce: bool = True,
     ) -> Projection:
-        """See :class:`sdk.models.layers.Source`."""
+        """See :class:`sdk.models.source.Source`."""
         plain = super().row(path, in_features, start, count, bias=bias, reduce=reduce)
         given, own = self._ranges(path)
         return _clipped([Piece(plain, given, [(self.config.hidden_size, own)])])

@@ -125,7 +125,7 @@ class Family(NamedTuple):
     ``layer``: what the layers of its tower compute. ``read(whole, vision, text)``: its config,
     from the keys of the whole model, of the vision part and of the text part.
     ``projector(source, config)``: built from ``model.projector.…`` of a
-    :class:`sdk.models.layers.Source`. ``deepstack``: the same for
+    :class:`sdk.models.source.Source`. ``deepstack``: the same for
     what comes out of the layer ``config.deepstack[number]``.
     ``positions(config, table, places)``: what is added to patches, of the table
     ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and

@@ -24,7 +24,7 @@ from sdk.models.vision.siglip import (
 )
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import PooledLinear
 
 #: Crops beside the whole image, with pan and scan.

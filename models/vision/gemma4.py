@@ -17,7 +17,7 @@ from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, Vis
 from sdk.models.vision.positions import column_and_row, columns_then_rows
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import StandardizedLinear
 

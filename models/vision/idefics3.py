@@ -16,7 +16,7 @@ from sdk.models.vision.positions import nearest_part
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, siglip_config
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import JoinedLinear
 
 #: Pixels of the longer side of an image, where the checkpoint does not say it.

@@ -25,7 +25,7 @@ from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, Vis
 from sdk.models.vision.positions import learned
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import JoinedMLP
 
 

@@ -17,7 +17,7 @@ from sdk.models.vision.positions import smoothed
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import JoinedMLP
 
 

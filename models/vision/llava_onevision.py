@@ -29,7 +29,7 @@ from sdk.models.vision.siglip import (
 )
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import JoinedMLP
 
 

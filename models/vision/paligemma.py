@@ -23,7 +23,7 @@ from sdk.models.vision.siglip import (
 )
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.projectors import JoinedLinear
 
 #: Tokens of text for which a step has room beside those of an image.

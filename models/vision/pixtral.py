@@ -24,7 +24,7 @@ from sdk.models.vision.positions import taking_turns
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import MergedMLP
 

@@ -15,7 +15,7 @@ from sdk.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
     from sdk.kernels.mlp_activations import Activation
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
 
 PATH = "model.projector"
 

@@ -26,7 +26,7 @@ from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import bilinear, rows_then_columns
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Source
+    from sdk.models.source import Source
     from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import MergerMLP
 

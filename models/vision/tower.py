@@ -18,9 +18,9 @@ from sdk.models.architecture import Architecture
 from sdk.models.attention import Step
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import Layer
-from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import RopeSpec
+from sdk.models.source import Source
 from sdk.models.vision.anyres import Packer
 from sdk.models.vision.clipped import ClippedSource
 from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig

@@ -173,8 +173,9 @@ class EngineOptions(TypedDict, total=False):
     """`"int8"`: adapters in 8 bits, on a CPU: less to read for each step. Default: `"auto"` (16
     bits)."""
     swap_space: int | str
-    """A second place for KV pages, such as `"4GiB"`, in addition to `memory`: pages evicted from
-    the KV cache go there and are copied back instead of being computed again. Default: 0."""
+    """A second place for KV pages, and for frames and states, such as `"4GiB"`, in addition to
+    `memory`: what is evicted from the KV cache goes there and is copied back instead of being
+    computed again. Default: 0."""
     swap_path: str | os.PathLike[str] | None
     """A folder: the swap space is a file there, reserved at load, instead of memory. Default:
     none."""

@@ -12,7 +12,7 @@ from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Linear
+    from sdk.models.projections import Linear
 
 
 @dataclass(frozen=True, slots=True)

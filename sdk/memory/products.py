@@ -19,7 +19,7 @@ from sdk.memory.plan import KernelShare
 from sdk.memory.resolve import compute_of, device_of
 from sdk.memory.weights import held_bytes, numerics_of
 from sdk.models.config import ModelConfig
-from sdk.models.layers import ACCURATE
+from sdk.models.source import ACCURATE
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_embedding_or_head, is_router
 from sdk.quant.spec import QuantSpec

@@ -29,9 +29,9 @@ from sdk.models.config import ModelConfig
 from sdk.models.decoder import Layer, layer_rules, positions_and_norm
 from sdk.models.drafting_heads import ModelEnds, build_head
 from sdk.models.layer_inputs import LayerInputs
-from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
+from sdk.models.source import Source
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint

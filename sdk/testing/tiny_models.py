@@ -25,8 +25,8 @@ from sdk.models.config import ModelConfig
 from sdk.models.config_keys import only_read, with_our_keys
 from sdk.models.decoder import Decoder
 from sdk.models.expert_config import key_of
-from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.source import Source
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, QuantizationError
 from sdk.quant.safe_repr import safe_repr

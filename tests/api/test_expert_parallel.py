@@ -28,7 +28,7 @@ from sdk import (
 from sdk.engine.rank.experts import shares_of
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.models.decoder import Decoder
-from sdk.models.layers import Source
+from sdk.models.source import Source
 from tests.api.engines import LIMIT, Gate, tokens
 
 SPREAD: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

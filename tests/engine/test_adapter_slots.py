@@ -14,7 +14,7 @@ from sdk.engine.job import Job
 from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.drafts import Drafter, Drafts
 from sdk.models.adapters import ModelAdapters
-from sdk.models.layers import Projection
+from sdk.models.projections import Projection
 from sdk.quant.adapter import Adapter, LowRank
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]

@@ -14,9 +14,9 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.decoder import Decoder
 from sdk.models.expert_placement import Placement
-from sdk.models.layers import Source
 from sdk.models.moe import ExpertMLP
 from sdk.models.parallel import Mesh
+from sdk.models.source import Source
 from sdk.quant.errors import CheckpointError
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
 from tests.models.test_model_architectures import V3

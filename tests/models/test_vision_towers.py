@@ -13,9 +13,9 @@ import torch
 
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.models.layers import Projection
 from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
+from sdk.models.projections import Projection
 from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.memory import tower_bytes
 from sdk.models.vision.tower import Tower, build_tower

@@ -19,7 +19,7 @@ from sdk.kernels.routes import Routes
 if TYPE_CHECKING:
     from sdk.bench.gpu.card import Card
     from sdk.kernels.gpu.packing import Packed
-    from sdk.models.layers import Linear
+    from sdk.models.projections import Linear
 
 #: Rows and columns of the layers of 8B, 1B, 70B and 0.6B models: the most used first.
 SHAPES = (

@@ -37,8 +37,8 @@ from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.drafting_heads import DraftingHead, HeadConfig, ModelEnds, build_head
-from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
+from sdk.models.source import Source
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.extra_rows import waiting_rows
 

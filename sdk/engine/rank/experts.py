@@ -13,9 +13,9 @@ from sdk.kernels.system import SYSTEM
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.expert_parallel import ExpertShare
 from sdk.models.expert_placement import Placement
-from sdk.models.layers import Source
 from sdk.models.moe import ExpertArrival, ExpertMLP
 from sdk.models.parallel import Mesh
+from sdk.models.source import Source
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 _ONE_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.")

@@ -30,7 +30,7 @@ from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 
 #: What ranks on different hosts say to each other, and its version.
-PROTOCOL = "embedlm-ranks/3"
+PROTOCOL = "embedlm-ranks/4"
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
     *(StepPlan, StepRow, RequestStart, Frames, StateSave),
