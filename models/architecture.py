@@ -276,7 +276,7 @@ class LayerRules(NamedTuple):
     ``norm``: what all norms compute.
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
-    ``output_gate``: see :class:`OutputGate`.
+    ``output_gate``, ``experts_beside``: see :class:`OutputGate`, :class:`ExpertsBeside`.
     ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
@@ -286,7 +286,6 @@ class LayerRules(NamedTuple):
     ``experts_bias``: the sum of a token's experts has a bias.
     ``dense``: the name of the MLP of a layer without experts.
     ``recurrent_norms``: the norms of layers with a recurrent mixer, if others than ``norms``.
-    ``experts_beside``: see :class:`ExpertsBeside`.
     ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
     scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
     of a token's only expert multiplies what that reads, in place of what it computes.
