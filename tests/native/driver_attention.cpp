@@ -100,7 +100,8 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
     rope.num_pages = args.num_pages = s.pages;
     rope.heads = args.heads = (int32_t)s.heads;
     rope.kv_heads = args.kv_heads = (int32_t)s.kv_heads;
-    rope.head_dim = args.head_dim = args.value_dim = (int32_t)s.head_dim;
+    rope.head_dim = args.head_dim = (int32_t)s.head_dim;
+    rope.value_dim = args.value_dim = (int32_t)s.head_dim;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
     Buffer<float> norm(s.head_dim);
