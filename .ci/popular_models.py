@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sdk.models.architecture import architecture, gguf_names  # noqa: E402
+from sdk.models.vision.family import families  # noqa: E402
 
 PAGE = ROOT / "docs" / "popular_models.md"
 Kind = Literal["text", "embed"]
@@ -68,7 +69,7 @@ FAMILIES = (
     ),
     Family(
         "Gemma 4 E2B to 31B", ("gemma4",), ("gemma4_text", "gemma4_unified_text"),
-        part="text only",
+        part="12B and sound: text only",
     ),
     Family(
         "all-MiniLM, all-mpnet, bge, e5, mxbai, arctic-embed, bge-reranker", ("bert",),
@@ -87,15 +88,15 @@ FAMILIES = (
     Family("Qwen2.5, Qwen2.5-Coder, DeepSeek-R1-Distill-Qwen", ("qwen2",), ("qwen2",)),
     Family(
         "Qwen3-VL", ("qwen3vl", "qwen3vlmoe"), ("qwen3_vl_text", "qwen3_vl_moe_text"), "vision",
-        ("Gemma 3",), part="text only",
+        ("Gemma 3",),
     ),
-    Family("Gemma 3", ("gemma3",), ("gemma3_text",), part="text only"),
+    Family("Gemma 3", ("gemma3",), ("gemma3_text",)),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",)),
     Family("Qwen3-30B-A3B, Qwen3-Coder-30B-A3B", ("qwen3moe",), ("qwen3_moe",)),
     Family(
         "Mistral Small 3.x, Ministral 3, Devstral 2", ("mistral3",), ("mistral", "ministral3",
         "ministral"),
-        "scale of queries by position, vision", ("Mistral 7B",), part="text only",
+        "scale of queries by position, vision", ("Mistral 7B",),
     ),
     Family("Mistral 7B, Mistral Nemo, Mathstral", ("llama",), ("mistral",)),
     Family("Mixtral 8x7B, 8x22B", ("llama",), ("mixtral",)),
@@ -114,7 +115,7 @@ FAMILIES = (
     ),
     Family(
         "Qwen2.5-VL, Qwen2-VL", ("qwen2vl",), ("qwen2_5_vl_text", "qwen2_vl_text"), "vision",
-        ("Qwen2.5",), part="text only",
+        ("Qwen2.5",), part="Qwen2-VL: text only",
     ),
     Family("Phi-3.5, Phi-4, Phi-4-mini", ("phi3",), ("phi3",)),
     Family("GLM-4.7-Flash", ("deepseek2",), ("glm4_moe_lite",)),
@@ -150,7 +151,6 @@ FAMILIES = (
     ),
     Family(
         "SmolVLM, granite-docling", ("llama",), ("smolvlm", "idefics3"), "vision", ("SmolLM2",),
-        part="text only",
     ),
     Family("SmolLM3", ("smollm3",), ("smollm3",)),
     Family("GLM-4 9B, GLM-4-0414", ("chatglm", "glm4"), ("glm", "glm4")),
@@ -203,8 +203,16 @@ FAMILIES = (
         "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
-        "InternVL 3, MiniCPM-V 4, PaliGemma 2, Moondream, LFM2-VL", (), ("internvl", "paligemma"),
-        "vision", ("Gemma 3", "Qwen3"), part="of some the text model, as GGUF",
+        "InternVL 3, LFM2-VL, LLaVA 1.5 and Next", ("qwen2", "qwen3", "lfm2", "llama"),
+        ("internvl", "lfm2_vl", "llava", "llava_next"), "vision", ("Gemma 3",),
+    ),
+    Family(
+        "PaliGemma 1 and 2, LLaVA-OneVision", (), ("paligemma", "llava_onevision"), "vision",
+        ("Gemma 3",),
+    ),
+    Family(
+        "MiniCPM-V 4, Moondream", (), (), "vision", ("Gemma 3", "Qwen3-VL"),
+        part="of some the text model, as GGUF",
     ),
     Family("Step 3.5, Step 3.7 (text), MiMo-V2", ("step35", "mimo2"), ("step3p5", "mimo_v2_flash")),
     Family(
@@ -315,7 +323,9 @@ def is_native(family: Family, form: Literal["gguf", "types"]) -> bool:
 def _opens(name: str) -> bool:
     """Whether folders of this ``model_type`` run, fast."""
     own = architecture(name)
-    return own is not None and own.folders
+    if own is None:  # of a model with a tower, whose text part has a type of its own
+        return any(name in family.model_types for family in families())
+    return own.folders
 
 
 def runs(family: Family) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from sdk.models.architecture import LayerRules
 from sdk.models.config_fields import Fields, without_null
 from sdk.quant.checkpoint import VISION_ROOT
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -212,6 +213,11 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     text = config.get("text_config", config)
     facts = Fields(without_null(vision), "config: vision_config")
     found = own.read(Fields(without_null(whole)), facts, Fields(without_null(text)))
+    if own.layer.gated and found.tower.activation_slope != 1.0:
+        raise UnsupportedError(
+            "config: vision_config: hidden_act: expected an activation without a slope, found "
+            f"{facts.text('hidden_act')!r}: the MLP of {found.tower.model_type} has a gate"
+        )
     return _with_colors(found, whole.get(PROCESSOR) or {}, recentred=own.recentred)
 
 

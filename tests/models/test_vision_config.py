@@ -158,6 +158,13 @@ REFUSED: list[tuple[str, str, str, Any, type[Exception], str]] = [
         CheckpointError,
         "pad_token_id: expected a tok",
     ),
+    (
+        *("qwen2_5_vl", "vision_config", "hidden_act", "quick_gelu"),
+        *(
+            UnsupportedError,
+            "hidden_act: expected .* without a slope, found 'quick_gelu'",
+        ),
+    ),
     ("internvl", "", "downsample_ratio", 0.3, CheckpointError, "1 divided by a divisor of 8"),
     ("internvl", "", "vision_feature_select_strategy", "full", UnsupportedError, "expected 'defau"),
     ("internvl", "vision_config", "norm_type", "rms_norm", UnsupportedError, "expected 'layer_nor"),
