@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
         ("sdk/engine",),
         "Scheduler WaitingRequests StepTimes SequenceSpec StepPlan StepResult Drafter Drafts "
         "PromptLookup SuffixAutomaton DraftLengths DecodeCosts Rewinder ResultBudget "
-        "ResultReservation AdapterSlots AdapterLoader Recorder Executor StageTimes "
+        "ResultReservation AdapterSlots AdapterLoader MetricsRecorder Executor StageTimes "
         "ExpertBalance",
     ),
     "Pages": (

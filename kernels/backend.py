@@ -105,7 +105,7 @@ class LinearKernel(Implementation, Protocol):
         """``out[r] = x[routes.tokens[r] if by_token else r] @ w[routes.owners[r]].T``."""
 
 
-class Recorded(Protocol):
+class RecordedProgram(Protocol):
     """Operators that a backend has recorded."""
 
     def run(self, tokens: int, outputs: int, requests: int) -> None: ...
@@ -113,13 +113,13 @@ class Recorded(Protocol):
     def run_again(self) -> None: ...
 
 
-class Recorder(Protocol):
+class ProgramRecorder(Protocol):
     """A backend that can record its operators.
 
     ``limits``: the numbers of tokens, output rows and requests while recording.
     """
 
-    def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[Recorded]: ...
+    def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[RecordedProgram]: ...
 
 
 class Backend(Protocol):
@@ -136,7 +136,7 @@ class Backend(Protocol):
     shares_keys: bool
     #: Whether its launches can be captured as graphs of fixed shapes, see
     #: :class:`sdk.kernels.card.Card`. A backend that takes the counts of a step at run time has
-    #: ``record`` instead (:class:`Recorder`).
+    #: ``record`` instead (:class:`ProgramRecorder`).
     captures: bool
 
     def work_shape(

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from sdk.kernels.activations import ActivationPool
-from sdk.kernels.backend import Recorded
+from sdk.kernels.backend import RecordedProgram
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.context import Context
@@ -52,7 +52,7 @@ class Graph(Generic[Result]):
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: RecordedProgram,
         result: Result,
         buffers: ActivationPool,
         limits: tuple[int, int, int],
@@ -94,7 +94,7 @@ class Recording:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedProgram | None = None
         #: See :meth:`in_pieces`.
         self.cut: Cut | None = None
         self.exchange: Exchange | None = None

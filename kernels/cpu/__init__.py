@@ -187,7 +187,7 @@ class CpuBackend:
 
     @contextmanager
     def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:
-        """See :class:`sdk.kernels.backend.Recorder`."""
+        """See :class:`sdk.kernels.backend.ProgramRecorder`."""
         program = self.runtime.recording = Program(self.runtime, limits)
         try:
             yield program

@@ -101,7 +101,7 @@ class Rates:
         return tuple((a - b) / seconds for a, b in zip(counters, before, strict=True))
 
 
-class Recorder:
+class MetricsRecorder:
     """Histograms of requests and steps. One thread records; any thread may read.
 
     A step calls :meth:`step` once; everything else happens once for each request. So the times

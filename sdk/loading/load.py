@@ -46,7 +46,7 @@ from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
 from sdk.memory.drafting_heads import next_token_head
-from sdk.memory.images import image_limits, why_no_images
+from sdk.memory.images import tower_limits, why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
 from sdk.memory.resolve import (
@@ -381,7 +381,7 @@ def _scheduler(facts: ModelFacts) -> Scheduler:
         states=memory.states and memory.states._replace(num_slots=runner.num_states),
         page_bytes=memory.page_bytes,
         cache_bytes=memory.kv_cache if runner.device == "cpu" else None,
-        images=image_limits(config, facts.model_config, memory.images),
+        images=tower_limits(config, facts.model_config, memory.images),
     )
     scheduler = Scheduler(limits)
     drafting = runner.drafting

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
-from sdk.engine.scheduling.image_limits import (
+from sdk.engine.scheduling.tower_limits import (
     BLOCK_ROWS,
     JOINT_PATCHES,
-    ImageLimits,
+    TowerLimits,
 )
 from sdk.memory import resolve
 from sdk.memory.image_memory import ImageMemory
@@ -97,15 +97,15 @@ def image_memory(
     )
 
 
-def image_limits(
+def tower_limits(
     config: EngineConfig, model: ModelConfig, memory: ImageMemory | None
-) -> ImageLimits | None:
+) -> TowerLimits | None:
     """What the scheduler knows of an engine's tower."""
     vision = model.vision
     if memory is None or vision is None:
         return None
     seen = [window for window in model.sliding_windows if window is not None]
-    return ImageLimits(
+    return TowerLimits(
         rows=memory.rows,
         vision=vision,
         max_patches=memory.max_patches,

@@ -10,9 +10,9 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError, UnsupportedError
 from sdk.api.params import SamplingParams
 from sdk.engine.engine import Engine
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, ImageLimits
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.tower_limits import BLOCK_ROWS, TowerLimits
 from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import vision_of
@@ -122,7 +122,7 @@ def _limits(config: EngineConfig, images: ImageReader | None) -> SchedulerConfig
         tenant_weights=config.tenant_weights,
         images=None
         if images is None
-        else ImageLimits(
+        else TowerLimits(
             rows=64 * BLOCK_ROWS,
             vision=_vision(images),
             max_patches=1 << 30,

@@ -14,7 +14,7 @@ from sdk.engine.plan import Encoding, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.request_images import RequestImages, images_of
 from sdk.engine.rank.step_buffers import Buffers
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS
+from sdk.engine.scheduling.tower_limits import BLOCK_ROWS
 from sdk.kernels.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:

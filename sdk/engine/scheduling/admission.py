@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.prefixes import Prefix, Prefixes
-from sdk.engine.recorder import Recorder
+from sdk.engine.recorder import MetricsRecorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.negative_prompt import share
@@ -88,7 +88,7 @@ class Admission:
         config: SchedulerConfig,
         queues: RequestQueues,
         prefixes: Prefixes,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
         adapters: AdapterSlots | None = None,
     ) -> None:
         self._config = config

@@ -9,7 +9,7 @@ from sdk.api.logprobs import Sampled
 from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import Pooled, StepResult
-from sdk.engine.recorder import Recorder
+from sdk.engine.recorder import MetricsRecorder
 from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
@@ -29,7 +29,7 @@ class Committer:
         queues: RequestQueues,
         prefixes: Prefixes,
         in_flight: InFlightBatches,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0

@@ -24,9 +24,9 @@ from sdk.api.errors import RequestError
 from sdk.engine.job import Job
 from sdk.engine.pages.image_keys import whole_ids
 from sdk.engine.plan import EncodedImage, Encoding, SequenceSpec, StepResult
-from sdk.engine.scheduling.image_limits import BLOCK_ROWS, JOINT_PATCHES, ImageLimits
 from sdk.engine.scheduling.in_flight import Batch
 from sdk.engine.scheduling.request import Request
+from sdk.engine.scheduling.tower_limits import BLOCK_ROWS, JOINT_PATCHES, TowerLimits
 from sdk.kernels.dataclass import dataclass
 from sdk.models.vision.image import ImageInput, PromptImage
 
@@ -72,7 +72,7 @@ class Portion:
 class Images:
     """The images of one engine's requests. Not thread-safe, like the scheduler."""
 
-    def __init__(self, limits: ImageLimits) -> None:
+    def __init__(self, limits: TowerLimits) -> None:
         self.limits = limits
         #: How long a portion should take; less for a host that gives the engine little time.
         self.seconds = PORTION_S

@@ -51,7 +51,7 @@ from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import Encoding, RequestStart, StepPlan, StepResult, StepRow
-from sdk.engine.recorder import Recorder
+from sdk.engine.recorder import MetricsRecorder
 from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
@@ -117,7 +117,7 @@ class Scheduler:
             patience = config.max_num_seqs  # a batch of requests may overtake one that waits
             self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
-        self.recorder = recorder = Recorder(clock())
+        self.recorder = recorder = MetricsRecorder(clock())
         self.images = images = None if config.images is None else Images(config.images)
         self.admission = Admission(config, self.queues, self.prefixes, recorder, self.adapters)
         self.admission.images = images

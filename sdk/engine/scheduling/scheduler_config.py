@@ -9,7 +9,7 @@ from sdk.api.errors import RequestError
 from sdk.api.scheduling_policy import POLICIES, PolicyName, SchedulingPolicy
 from sdk.engine.pages.frames import WindowGroup as WindowGroup
 from sdk.engine.pages.states import StateSlots as StateSlots
-from sdk.engine.scheduling.image_limits import ImageLimits
+from sdk.engine.scheduling.tower_limits import TowerLimits
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 
@@ -70,7 +70,7 @@ class SchedulerConfig:
     #: What pages, frames and slots may take together. ``None``: each kind as many as it has places.
     cache_bytes: int | None = None
     #: The tower of a model that sees images; ``None``: there is none.
-    images: ImageLimits | None = None
+    images: TowerLimits | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):

@@ -16,7 +16,7 @@ BLOCK_ROWS = 16
 JOINT_PATCHES = 1024
 
 
-class ImageLimits(NamedTuple):
+class TowerLimits(NamedTuple):
     """What the scheduler knows of a model's tower.
 
     ``rows``: of the image cache. ``max_patches``: of a tile. ``window``: of the layers in which the
