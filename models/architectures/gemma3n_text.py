@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
-
 from sdk.models.architecture import (
     NORMS_AROUND,
     Architecture,
@@ -95,7 +93,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
         raise keys.fail(_LEFT, None, "a matrix beside the attention of each layer")
     config["laurel_rank"] = rank
     found = keys.get("activation_sparsity_scale")
-    scales = [] if found is None else np.asarray(found, np.float64).reshape(-1).tolist()
+    scales = [] if found is None else [float(scale) for scale in found]
     if len(scales) != layers or any(math.isnan(x) or x == math.inf for x in scales):
         raise keys.fail("activation_sparsity_scale", scales[:4], f"{layers} numbers")
     config["activation_sparsity_pattern"] = [NormalDist().cdf(x) for x in scales]

@@ -235,7 +235,7 @@ def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
 class _Mixed:
     """Gate and up of an expert have different types, so they cannot be one matrix."""
 
-    architecture = SHAPE.architecture
+    architecture, mixture = SHAPE.architecture, SHAPE.mixture
 
     def metadata(self) -> dict[str, Any]:
         return SHAPE.metadata()

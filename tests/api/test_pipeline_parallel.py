@@ -18,6 +18,7 @@ import pytest
 from sdk import LLM, AlignmentError, EngineDeadError, RequestError, SamplingParams, UnsupportedError
 from sdk.api.config import EngineConfig
 from sdk.engine.plan import StepPlan
+from sdk.kernels.system import SYSTEM
 from sdk.memory.resolve import model_config, open_model
 from sdk.memory.split import stage_layers
 from sdk.memory.weights import costs
@@ -43,7 +44,7 @@ def nothing_is_left(
 ) -> Iterator[None]:
     """After every test: no process more than before, and no file in the place of shared memory."""
     shared = tmp_path_factory.mktemp("shared")
-    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(shared))
+    monkeypatch.setattr(SYSTEM, "memory_folder", lambda: str(shared))
     monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     children = _children()
     yield

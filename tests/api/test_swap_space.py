@@ -26,7 +26,8 @@ def _small(path: Path, **options: object) -> LLM:
     """Pages for two of the answers."""
     given = {name: options[name] for name in ("kv_cache_dtype", "swap_space") if name in options}
     page = LLM.plan(path, max_model_len=128, **given)
-    options["kv_cache_memory_bytes"] = 8 * page.page_bytes
+    frames = (4 * group.frame_bytes * (group.window // 16 + 2) for group in page.windows)
+    options["kv_cache_memory_bytes"] = 8 * page.page_bytes + sum(frames)
     return LLM(path, max_model_len=128, max_num_batched_tokens=17, max_num_seqs=4, **options)
 
 

@@ -180,6 +180,7 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     codes = {"int": "kIntCodes", "e4m3": "kE4M3Codes", "e2m1": "kE2M1Codes"}
     assert {kind: table[name] for kind, name in codes.items()} == scheme_linear._CODES
     rules = {"plain": "kPlainScale", "mx": "kMxScale", "power": "kPowerScale", "nv": "kNvScale"}
+    rules["absmax"] = "kAbsmaxScale"
     assert {rule: table[name] for rule, name in rules.items()} == scheme_linear._RULES
 
 

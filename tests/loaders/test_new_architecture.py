@@ -142,7 +142,8 @@ def test_without_the_file_nothing_knows_it(files: Any, save: Save) -> None:
     assert expected_shape(CONFIG, "model.layers.0.mlp.up_proj") is None
     model = files.llama()
     model.metadata["general.architecture"] = (8, "toy-llm")
-    with pytest.raises(UnsupportedError, match=r"'toy-llm' is not known; .*, gemma3, gemma4, "):
+    known = r"'toy-llm' is not known; .*, gemma3, gemma3n, gemma4, "
+    with pytest.raises(UnsupportedError, match=known):
         open_checkpoint(save(model.build()))
     with pytest.raises(UnsupportedError, match=r"toy cannot be written as GGUF.*gemma2, gemma3_t"):
         model_metadata(CONFIG, "here")

@@ -233,6 +233,7 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kUnknownOp), CONSTANT(kBadIndex), CONSTANT(kRankLost), CONSTANT(kStatusCount), CONSTANT(kUnquantized),
     CONSTANT(kIntCodes), CONSTANT(kE4M3Codes), CONSTANT(kE2M1Codes), CONSTANT(kStaticScale),
     CONSTANT(kPlainScale), CONSTANT(kMxScale), CONSTANT(kPowerScale), CONSTANT(kNvScale),
+    CONSTANT(kAbsmaxScale),
     CONSTANT(kSilu), CONSTANT(kGeluTanh), CONSTANT(kGelu), CONSTANT(kClampedSwiglu),
     CONSTANT(kRelu), CONSTANT(kRelu2), CONSTANT(kXielu),
     CONSTANT(kActivationKinds), CONSTANT(kMapZero), CONSTANT(kMapAdd), CONSTANT(kMapBias),

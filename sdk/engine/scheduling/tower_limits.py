@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.image import ImageInput
-from sdk.models.vision.portions import groups, units
+
+if TYPE_CHECKING:
+    from sdk.models.vision.config import VisionConfig
 
 #: Rows of a block of the image cache.
 BLOCK_ROWS = 16
@@ -53,6 +54,8 @@ class TowerLimits(NamedTuple):
 
     def units(self, images: Iterable[ImageInput]) -> int:
         """Parts of a run (models/vision/portions.py)."""
+        from sdk.models.vision.portions import groups, units  # with the first image
+
         patches = [count for image in images for count in self.tiles(image)]
         more = int(self.vision.class_token)
         return sum(

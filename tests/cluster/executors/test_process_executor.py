@@ -24,6 +24,7 @@ from sdk.cluster.executors import groups
 from sdk.cluster.executors.process import ProcessExecutor
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.executors.local import LocalExecutor
+from sdk.kernels.system import SYSTEM
 
 ROOT = Path(sdk.__file__).parent.parent
 HERE = Path(__file__).parent
@@ -149,7 +150,7 @@ def test_ranks_that_share_memory_have_no_network_socket_and_leave_no_file(
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(memory))
+    monkeypatch.setattr(SYSTEM, "memory_folder", lambda: str(memory))
     monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     executor = started()
     assert list(memory.iterdir()) == []

@@ -22,6 +22,7 @@ from sdk.cluster.executors.process import ProcessExecutor
 from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepRow
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.stage_times import StageTimes
+from sdk.kernels.system import SYSTEM
 from sdk.loading.load import _executor
 
 Poll = Callable[[Callable[[], bool]], bool]
@@ -32,7 +33,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """After every test: no child process, no shared memory, no descriptor more than before."""
     shared = tmp_path / "memory"
     shared.mkdir()
-    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(shared))
+    monkeypatch.setattr(SYSTEM, "memory_folder", lambda: str(shared))
     monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     yield
     gc.collect()

@@ -20,6 +20,7 @@ from sdk.api.errors import EngineClosedError, EngineDeadError
 from sdk.cluster.executors.process import ProcessExecutor
 from sdk.cluster.executors.ray_ranks import RayRanks
 from sdk.engine.plan import StepPlan
+from sdk.kernels.system import SYSTEM
 from tests.cluster.executors import rank_runner
 from tests.cluster.integrations.conftest import OBJECT_STORE
 
@@ -50,7 +51,7 @@ def nothing_left(
     """After the test: no rank, no file and no thread more than before, all CPUs given back."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr("sdk.cluster.executors.groups._IN_MEMORY", str(memory))
+    monkeypatch.setattr(SYSTEM, "memory_folder", lambda: str(memory))
     monkeypatch.setattr("sdk.cluster.executors.groups._ENOUGH", 0)
     cpus, threads = ray.cluster_resources()["CPU"], threading.active_count()
     yield
