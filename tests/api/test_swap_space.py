@@ -26,7 +26,7 @@ def _small(path: Path, **options: object) -> LLM:
     """Pages for two of the answers."""
     given = {name: options[name] for name in ("kv_cache_dtype", "swap_space") if name in options}
     page = LLM.plan(path, max_model_len=128, **given)
-    frames = (4 * group.frame_bytes * (group.window // 16 + 2) for group in page.windows)
+    frames = (4 * group.frame_bytes for group in page.windows)
     options["kv_cache_memory_bytes"] = 8 * page.page_bytes + sum(frames)
     return LLM(path, max_model_len=128, max_num_batched_tokens=17, max_num_seqs=4, **options)
 
@@ -63,7 +63,7 @@ def test_preempted_and_evicted_prefixes_come_back_as_they_were(
 
 def test_layers_with_sliding_windows_swap_too(golden: Path) -> None:
     path = golden / "arch-gemma3" / "hf"
-    ids = [[3 + (7 + j) * i % 200 for i in range(20)] for j in range(4)]
+    ids = [[3 + (7 + j) * i % 200 for i in range(40)] for j in range(4)]
     with LLM(path, max_model_len=128) as llm:
         alone = [_facts(llm.generate([prompt], PARAMS)[0]) for prompt in ids]
     with _small(path, swap_space="4MiB") as llm:
