@@ -67,7 +67,8 @@ def test_layers_with_sliding_windows_swap_too(golden: Path) -> None:
     with LLM(path, max_model_len=128) as llm:
         alone = [_facts(llm.generate([prompt], PARAMS)[0]) for prompt in ids]
     with _small(path, swap_space="4MiB") as llm:
-        assert [_facts(output) for output in llm.generate(ids, PARAMS)] == alone
+        for _ in range(2):  # the second time prompts are in the swap space
+            assert [_facts(output) for output in llm.generate(ids, PARAMS)] == alone
         assert llm.get_metrics()["swapped_in"] > 0
 
 
