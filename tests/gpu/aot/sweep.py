@@ -35,8 +35,8 @@ FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
 #: Processes that compile at a time; each takes about a gigabyte.
 WORKERS = min(8, len(os.sched_getaffinity(0)))
-#: Jobs of a process.
-CHUNK = 60
+#: Variants that a process compiles: at most, and at least where only a few are left.
+CHUNK, LEAST_CHUNK = 60, 10
 CARDS = {
     card: ("cuda", int(card[3:])) if card.startswith("sm_") else ("hip", card) for card in LIMITS
 }
@@ -231,11 +231,12 @@ def _named(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _in_chunks(left: dict[str, Variant]) -> Iterator[dict[str, Variant]]:
-    """Variants of one program that share a process, whose start takes as long as one of them."""
+    """Variants of one program that share a process; a few are divided among all processes."""
     for _, some in itertools.groupby(left.items(), lambda item: item[1].program):
         variants = list(some)
-        for i in range(0, len(variants), CHUNK):
-            yield dict(variants[i : i + CHUNK])
+        size = min(CHUNK, max(LEAST_CHUNK, -(-len(variants) // WORKERS)))
+        for i in range(0, len(variants), size):
+            yield dict(variants[i : i + size])
 
 
 def _compile(chunk: dict[str, Variant], until: float) -> dict[str, dict[str, Any]]:

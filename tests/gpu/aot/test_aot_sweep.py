@@ -215,6 +215,20 @@ def test_a_number_that_a_card_needs_and_a_line_lacks_is_found_again(tmp_path: Pa
         assert record.has("one", "a") is done
 
 
+@pytest.mark.parametrize(
+    ("variants", "sizes"), [(7, [7]), (40, [20, 20]), (121, [60, 60, 1]), (0, [])]
+)
+def test_a_few_variants_are_divided_among_all_processes(
+    monkeypatch: pytest.MonkeyPatch, variants: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(sweep, "WORKERS", 2)
+    left = {str(i): sweep.Variant("one.py", i, str(i)) for i in range(variants)}
+    left |= {"other": sweep.Variant("two.py", 0, "other")}
+    chunks = list(sweep._in_chunks(left))
+    assert [len(chunk) for chunk in chunks] == [*sizes, 1]
+    assert [case for chunk in chunks for case in chunk] == list(left)
+
+
 @pytest.mark.parametrize("card", records.LIMITS)
 def test_spilled_registers_are_wrong_on_every_card(card: str) -> None:
     for kernel in ("rope_kernel", "product_one", "product"):
