@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -133,18 +134,25 @@ class MemoryDemand:
 
 
 def hand_over_ring(page_bytes: int) -> int:
-    """The memory between two replicas for one hand-over. Two groups fit, each of a page at least
-    (sdk/cluster/transfer/shared_memory.py).
+    """The memory between two replicas for one hand-over. Two groups fit, each of a page at least,
+    or of a layer's state (sdk/cluster/transfer/shared_memory.py).
     """
     return max(_RING_BYTES, 2 * page_bytes)
 
 
-def hand_over_bytes(page_bytes: int) -> int:
+def hand_over_bytes(
+    page_bytes: int, page_size: int, windows: Sequence[WindowGroup] = (), slot_bytes: int = 0
+) -> int:
     """What a replica takes for hand-overs: 2 * (8 MiB + 8 MiB) = 32 MiB, or with pages of more than
-    4 MiB what these need. The sender has what it read and the rings; the receiver takes less,
-    because it reads rows where they lie in the same rings.
+    4 MiB what these need. The sender has what it read and the rings; the receiver reads rows of
+    pages where they lie in the same rings. Frames and states of a request are whole on both sides,
+    at the receiver in their parts too.
     """
-    return HAND_OVERS * (max(HAND_OVER_READ_BYTES, page_bytes) + hand_over_ring(page_bytes))
+    rest = slot_bytes + sum(
+        pages_in_window(group.window, 1, page_size) * group.frame_bytes for group in windows
+    )
+    read = max(HAND_OVER_READ_BYTES, page_bytes, 2 * rest)
+    return HAND_OVERS * (read + hand_over_ring(max(page_bytes, slot_bytes)))
 
 
 def draft_tokens(vocab_size: int, most: int, requests: int) -> int:

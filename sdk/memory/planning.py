@@ -256,6 +256,11 @@ def _demand(
         windows=windows,
     )
     page_bytes = spec.page_bytes
+    groups = tuple(
+        WindowGroup(window, spec.region_bytes(1 + group), 0)
+        for group, window in enumerate(spec.windows)
+    )
+    slot_bytes = config.tensor_parallel_size * spec.region_bytes(spec.num_regions - 1)
     # On a CPU the memory of a recorded step is its workspace.
     eager = config.enforce_eager or not on_cards
     return MemoryDemand(
@@ -275,14 +280,13 @@ def _demand(
         on_cards=on_cards,
         whole_experts=config.redundant_experts is not None,
         lockstep=config.lockstep_engines,
-        hand_over_bytes=hand_over_bytes(page_bytes) if config.prefill_replicas else 0,
+        hand_over_bytes=hand_over_bytes(page_bytes, config.block_size, groups, slot_bytes)
+        if config.prefill_replicas
+        else 0,
         captured_tokens=0 if eager else min(config.step_tokens, MOST_TOKENS),
         num_pages=None if model.causal else step_pages(config),
-        windows=tuple(
-            WindowGroup(window, spec.region_bytes(1 + group), 0)
-            for group, window in enumerate(spec.windows)
-        ),
-        slot_bytes=config.tensor_parallel_size * spec.region_bytes(spec.num_regions - 1),
+        windows=groups,
+        slot_bytes=slot_bytes,
         row_drafts=0 if speculative is None else speculative.num_speculative_tokens,
     )
 

@@ -85,7 +85,6 @@ def test_a_plan_has_slots_for_requests_drafts_and_snapshots(path: Path) -> None:
     [
         ({"kv_policy": "fp16>int8", "block_size": 128}, "kv_policy: found 'float16>int8': a state"),
         ({"speculative_config": {"method": "self"}}, "speculative_config: found .*: drafts that"),
-        ({"prefill_replicas": 1, "data_parallel_size": 2}, "prefill_replicas: found 1: pages that"),
     ],
 )
 def test_options_that_work_with_pages_alone_are_refused(

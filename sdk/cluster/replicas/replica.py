@@ -102,7 +102,7 @@ class Replica:
         self._receiver: HandOverReceiver | None = None
         if role == "prefill":
             pages = EnginePages.of(llm)
-            ring = hand_over_ring(pages.group_bytes(pages.page_size))
+            ring = hand_over_ring(max(pages.group_bytes(pages.page_size), pages.row_bytes))
             connector = SharedMemoryConnector(ring_bytes=min(ring, MOST_RING))
             self._sender = HandOverSender(
                 pages, connector, max_active=HAND_OVERS, read_bytes=HAND_OVER_READ_BYTES

@@ -267,7 +267,9 @@ class _Memory:
         others = (plan.replicas - 1) * plan.shared
         own = (budget + others) // plan.replicas
         if plan.config is not None and plan.config.prefill_replicas:
-            own -= hand_over_bytes(plan.page_bytes)  # replicas do not know of it
+            slot = 0 if plan.states is None else plan.states.slot_bytes
+            # replicas do not know of it
+            own -= hand_over_bytes(plan.page_bytes, plan.page_size, plan.windows, slot)
         if own <= plan.shared:
             raise OutOfMemoryError(
                 f"resize: {budget} bytes leave no room for {plan.replicas} replicas, which take "

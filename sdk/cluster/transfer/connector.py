@@ -9,9 +9,11 @@ One hand-over goes like this::
     finish(num_tokens)                  ->   receive() returns End
     what it returns                     <-   done(num_tokens)
 
-Parts of the same tokens make a *group*: one part for each layer, in the order of layers. Groups
-follow each other without gaps, from ``num_known`` on. A store has no receiver that could answer:
-its ``open`` finds out what it holds already, and receivers call ``fetch`` instead of listening.
+Parts of the same tokens make a *group*: one part for each layer that keeps all tokens, in the order
+of layers. Groups follow each other without gaps, from ``num_known`` on. After the last of them the
+other layers follow in their order, if there are any: the last rows of those with a window, in one
+part or several, and states. A store has no receiver that could answer: its ``open`` finds out what
+it holds already, and receivers call ``fetch`` instead of listening.
 
 This is the place for adapters to other libraries; docs/cluster/hand_over.md says what they do in
 each method. All methods raise :class:`TransferError` if the other side is gone, refuses, or sends
@@ -40,7 +42,8 @@ class Offer:
     """What is to be handed over: a prompt in whole pages, and what its keys and values depend on.
 
     ``numerics`` is a SHA-256 of the model and of everything in its KV cache that is not in
-    ``spec``. ``spec`` has the sender's page size, and the shape and type over all ranks.
+    ``spec``. ``spec`` has the sender's page size, and the shape and type over all ranks; states as
+    each of ``ranks`` has them.
     """
 
     transfer_id: str
@@ -50,6 +53,7 @@ class Offer:
     token_ids: tuple[int, ...]
     salt: str | None = None
     adapter: str | None = None
+    ranks: int = 1
 
     def digests(self) -> list[bytes]:
         """One SHA-256 per page, over everything that determines its contents: like the keys of the
@@ -68,10 +72,11 @@ class Offer:
 class Part(NamedTuple):
     """One layer of consecutive tokens: ``rows`` uint8 ``[tokens, kv_heads, row]`` as in snapshots
     (sdk/engine/rank/kv_transfer.py). ``digest``: that of the last page (:meth:`Offer.digests`).
+    Of a state: ``[ranks, 1, bytes]`` from rank ``first`` on, and the digest of the page before it.
     """
 
     layer: int
-    first: int  # position of the first token
+    first: int  # position of the first token, or number of the first rank
     rows: Rows
     digest: bytes
 

@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 
 from sdk.api.errors import RequestError, TransferError
 from sdk.cluster.transfer.connector import Offer
+from sdk.cluster.transfer.messages import row_shape
 from sdk.engine.model_key import ModelKey
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.pages.prefix_store import PrefixStore
+from sdk.engine.pages.prefix_store import PrefixStore, rest_layers
+from sdk.quant.caches import Cache, StateCache
 from sdk.quant.safe_repr import safe_repr
+from sdk.quant.spec import KVSpec
 from sdk.requests.driver import Driver
 from sdk.requests.served_engine import SavedPrefixes
 
@@ -45,14 +48,19 @@ class EnginePages:
         self._model = model
         self._spec = kept.spec
         centres = driver.between_steps(kept.centres)
+        #: By layer what is subtracted from its keys, if anything.
+        self.centres = centres
         self._numerics = _numerics(model, kept.dtype, centres)
+        self.page_layers = self._spec.layers_in(0)
+        #: The others, which have frames or states.
+        self.rest_layers = rest_layers(self._spec)
 
     @classmethod
     def of(cls, llm: LLM) -> EnginePages:
         """Those of an ``LLM``; they do not keep it open.
 
-        :raises RequestError: its layers are in several processes, several engines serve it, or its
-            pages do not have all that there is of their tokens.
+        :raises RequestError: its layers are in several processes, several engines serve it, or no
+            layer keeps all tokens.
         """
         driver, prefixes = llm._driver, llm._prefixes
         whole = llm.config.pipeline_parallel_size == 1
@@ -61,12 +69,11 @@ class EnginePages:
                 "hand over: expected one engine with all layers; use data_parallel_size=1 and "
                 "pipeline_parallel_size=1"
             )
-        if driver.engine.scheduler.groups is not None:
-            model = prefixes.model_key.name
+        if not prefixes.kept.spec.layers_in(0):
             raise RequestError(
-                f"hand over: expected pages with all layers of {model}, found recurrent states, or "
-                "layers with a window that keep only its tokens (see explain()): such prefixes are "
-                "not handed over yet; save them with snapshot() and restore()"
+                f"hand over: expected a layer that keeps all tokens, found none in "
+                f"{prefixes.model_key.name} (see explain()): such prefixes are not handed over "
+                "yet; save them with snapshot() and restore()"
             )
         return cls(driver, prefixes.kept, prefixes.model_key)
 
@@ -76,9 +83,15 @@ class EnginePages:
         return self._spec.page_size
 
     def group_bytes(self, num_tokens: int) -> int:
-        """Bytes of this many tokens, over all layers and heads."""
-        layers = range(self._spec.num_layers)
-        return num_tokens * sum(map(self._spec.layer_bytes, layers)) // self.page_size
+        """Bytes of this many tokens, over all heads and all layers that keep all tokens."""
+        nbytes = sum(map(self._spec.layer_bytes, self.page_layers))
+        return num_tokens * nbytes // self.page_size
+
+    @property
+    def row_bytes(self) -> int:
+        """The most bytes of a token or of a state on one rank, in one layer of the rest."""
+        shapes = (row_shape(self._spec, layer) for layer in self.rest_layers)
+        return max((heads * width for heads, width in shapes), default=0)
 
     def offer(
         self, transfer_id: str, token_ids: Sequence[int], salt: str | None, adapter: str | None
@@ -97,7 +110,8 @@ class EnginePages:
         if not isinstance(transfer_id, str) or not transfer_id:
             raise RequestError(f"transfer_id: expected a text, found {safe_repr(transfer_id)}")
         ids = tuple(token_ids[:usable])
-        return Offer(transfer_id, self._model, self._numerics, self._spec, ids, salt, adapter)
+        spec, ranks = self._spec, self.kept.num_ranks
+        return Offer(transfer_id, self._model, self._numerics, spec, ids, salt, adapter, ranks)
 
     def keys(self, offer: Offer) -> list[PageKey]:
         """The keys that this engine gives to the full pages of an offer.
@@ -127,12 +141,27 @@ class EnginePages:
                 f"the sender's keys and values have another shape: layers, heads and head size "
                 f"{shape}, expected {expected}"
             )
+        if given.windows != own.windows:
+            raise TransferError(
+                f"layers with a window have memory of their own for windows of {given.windows} at "
+                f"the sender, and of {own.windows} here: set the same kv_policy, "
+                "enable_chunked_prefill and max_model_len for both"
+            )
+        states = any(isinstance(one, StateCache) for one in own.caches)
+        if states and (given.page_size, offer.ranks) != (own.page_size, self.kept.num_ranks):
+            raise TransferError(
+                f"the sender's states are of {offer.ranks} ranks, at the ends of pages of "
+                f"{given.page_size} tokens; expected {self.kept.num_ranks} ranks and pages of "
+                f"{own.page_size}, because states are not converted: set the same "
+                "tensor_parallel_size and block_size for both"
+            )
         if given.caches != own.caches:
             layers = range(own.num_layers)
-            layer = next(i for i in layers if given.cache(i) != own.cache(i))
+            pairs = ((i, _cache(given, i), _cache(own, i)) for i in layers)
+            layer, found, expected_cache = next(x for x in pairs if x[1] != x[2])
             raise TransferError(
-                f"the sender's keys and values have another shape: layer {layer} has "
-                f"{given.cache(layer)}, expected {own.cache(layer)}"
+                f"the sender's keys and values have another shape: layer {layer} has {found}, "
+                f"expected {expected_cache}"
             )
         if offer.numerics != self._numerics:
             raise TransferError(
@@ -146,6 +175,10 @@ class EnginePages:
                 f"a prefix of {len(offer.token_ids)} tokens does not fit into a KV cache of "
                 f"{capacity}"
             )
+
+
+def _cache(spec: KVSpec, layer: int) -> Cache:
+    return spec.caches[layer] if spec.caches else spec.cache(layer)
 
 
 def _numerics(model: ModelKey, dtype: str, centres: Sequence[NDArray[np.float32] | None]) -> bytes:

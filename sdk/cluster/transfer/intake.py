@@ -7,10 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from sdk.api.errors import SdkError, TransferError
 from sdk.cluster.transfer.connector import End, Offer, Part, Receiving, Rows
 from sdk.cluster.transfer.engine_pages import EnginePages
 from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.rank.kv_transfer import LayerKV, LayerStates
+from sdk.quant.caches import AttentionCache, StateCache
 
 #: How long a write waits for a step to begin: a host that steps the engine itself may not do it.
 _STEP_BEGINS_S = 0.05
@@ -71,6 +75,65 @@ class Pace:
                 time.sleep(_LOOK_S)
 
 
+class Rest:
+    """What comes after the pages of an offer: the last rows of layers with a window up to token
+    ``end``, and states there.
+    """
+
+    def __init__(self, pages: EnginePages, offer: Offer, end: int) -> None:
+        self._pages = pages
+        self._offer = offer
+        self._end = end
+        self._waiting = list(pages.rest_layers)
+        self._parts: dict[int, list[Rows]] = {layer: [] for layer in self._waiting}
+        self._next: int | None = None  # where the next part of a layer begins that is not complete
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers have come."""
+        return not self._waiting
+
+    def take(self, part: Part, digest: bytes) -> bool:
+        """Keep a copy of a part. False: no more are expected.
+
+        :raises TransferError: it is not the part that follows, or is longer than a window.
+        """
+        if not self._waiting:
+            return False
+        layer, spec = self._waiting[0], self._offer.spec
+        cache, first, last = spec.caches[layer], part.first, part.first + len(part.rows)
+        end, least, most = self._offer.ranks, 0, 0
+        if isinstance(cache, AttentionCache):
+            end = most = self._end
+            least = max(end - spec.windows[spec.region(layer) - 1] - spec.page_size, 0)
+        if self._next is not None:
+            least = most = self._next
+        if part.layer != layer or not least <= first <= most or last > end:
+            raise TransferError(
+                f"expected layer {layer} from {least} to {end}, found layer {part.layer} from "
+                f"{first} to {last}: a part is missing, repeated or out of order"
+            )
+        if part.digest != digest:
+            raise TransferError(f"the part of layer {layer} belongs to another prompt")
+        self._parts[layer].append(part.rows.copy())
+        self._next = last
+        if last == end:
+            self._next = None
+            del self._waiting[0]
+        return True
+
+    def layers(self) -> dict[int, LayerKV | LayerStates]:
+        """All of it, once."""
+        found: dict[int, LayerKV | LayerStates] = {}
+        for layer, parts in self._parts.items():
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            is_state = isinstance(self._offer.spec.caches[layer], StateCache)
+            centre = self._pages.centres[layer]
+            found[layer] = LayerStates(rows[:, 0]) if is_state else LayerKV(rows, centre)
+        self._parts.clear()
+        return found
+
+
 class Intake:
     """Receives one offer. ``num_known``: tokens that were cached before, ``num_tokens``: those
     that are now.
@@ -83,7 +146,8 @@ class Intake:
         self._offer = offer
         self._unit = math.lcm(offer.spec.page_size, pages.page_size)
         self._end = len(offer.token_ids) // self._unit * self._unit
-        self._group_bytes = max(group_bytes, pages.group_bytes(self._unit))
+        self._group_bytes = max(group_bytes, pages.group_bytes(self._unit), pages.row_bytes)
+        self._rest = Rest(pages, offer, self._end)
         self._keys: list[PageKey] = []
         self._digests: list[bytes] = []
 
@@ -101,7 +165,7 @@ class Intake:
                     f"are less than a page of {pages.page_size} of this engine"
                 )
             self._keys = pages.keys(self._offer)[: self._end // pages.page_size]
-            known = pages.driver.between_steps(lambda: pages.kept.refresh(self._keys))
+            known = pages.driver.between_steps(self._num_known)
         except SdkError as error:
             receiving.refuse(str(error))
             raise
@@ -109,30 +173,68 @@ class Intake:
         self.num_known = self.num_tokens = known * pages.page_size // self._unit * self._unit
         receiving.accept(self.num_known, self._unit, self._group_bytes)
 
+    def _num_known(self) -> int:
+        """The pages that are cached. One less if all are, but not what the next token needs besides
+        them: that is sent after the last page."""
+        kept = self._pages.kept
+        known = kept.refresh(self._keys)
+        return known - (known == len(self._keys) and kept.num_usable(self._keys) < known)
+
     def take(self, receiving: Receiving) -> None:
         """Receive and write all groups. :raises SdkError: not everything came or fitted."""
+        is_whole = True
         try:
             sent = self._groups(receiving)
+            if sent == self._end > self.num_known:
+                is_whole = self._rest.is_whole
+                self._write_rest()
         finally:  # pages became cached one after the other; the first is to be evicted last
             keys = self._keys[: self.num_tokens // self._pages.page_size]
-            found = self._pages.driver.between_steps(lambda: self._pages.kept.refresh(keys))
+            found = self._pages.driver.between_steps(lambda: self._refreshed(keys))
             self.num_tokens = found * self._pages.page_size
         receiving.done(self.num_tokens)
         if sent < self._end:
             raise TransferError(f"the sender had only {sent} of {self._end} tokens")
+        if not is_whole:
+            raise TransferError(
+                f"the sender had not the states or windows any more after {sent} tokens: a request "
+                f"can begin after {self.num_tokens} of them"
+            )
         if self.num_tokens < self._end:
             raise TransferError(
                 f"all tokens but the first {self.num_tokens} have been evicted again"
             )
 
+    def _refreshed(self, keys: list[PageKey]) -> int:
+        kept = self._pages.kept
+        return kept.num_usable(keys[: kept.refresh(keys)])
+
+    def _write_rest(self) -> None:
+        """Write what came after the pages, if it is all.
+
+        :raises TransferError: the cache has no room for it, or lost a page.
+        """
+        if not (self._pages.rest_layers and self._rest.is_whole):
+            return
+        self._pace.wait()
+        kept, rest = self._pages.kept, self._rest.layers()
+        if not self._pace.write(1, 0.0, lambda _: kept.write_rest(self._keys, rest)):
+            raise TransferError(
+                f"the KV cache has no room for the states or windows after {self._end} tokens"
+            )
+
     def _groups(self, receiving: Receiving) -> int:
         """Receive and write until the end; returns how many tokens were sent or known."""
         rows: list[Rows] = []
+        last = self._digests[self._end // self._offer.spec.page_size - 1]
         begin = time.thread_time()
         while not isinstance(part := receiving.receive(), End):
+            if self.num_tokens == self._end and self._rest.take(part, last):
+                receiving.release()
+                continue
             self._check(part, rows)
             rows.append(part.rows)
-            if len(rows) == self._offer.spec.num_layers:
+            if len(rows) == len(self._pages.page_layers):
                 self._write(rows, time.thread_time() - begin)
                 rows = []
                 receiving.release()
@@ -146,9 +248,10 @@ class Intake:
     def _check(self, part: Part, rows: list[Rows]) -> None:
         """:raises TransferError: it is not the part that follows the others of its group."""
         count, at, unit = len(part.rows), self.num_tokens, self._unit
-        if (part.layer, part.first) != (len(rows), at):
+        layer = self._pages.page_layers[len(rows)]
+        if (part.layer, part.first) != (layer, at):
             raise TransferError(
-                f"expected layer {len(rows)} of the tokens from {at} on, found layer {part.layer} "
+                f"expected layer {layer} of the tokens from {at} on, found layer {part.layer} "
                 f"from {part.first} on: a part is missing, repeated or out of order"
             )
         size = self._pages.group_bytes(count)

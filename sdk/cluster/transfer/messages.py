@@ -19,13 +19,13 @@ from sdk.cluster.transfer.connector import End, Offer, Part, Rows
 from sdk.engine.model_key import ModelKey
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.loaders.json_file import parse_json
-from sdk.quant.caches import StateCache, cache_of, described
+from sdk.quant.caches import StateCache, cache_of, described, window_groups
 from sdk.quant.errors import CheckpointError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.spec import KVSpec
 
 Bytes = bytes | bytearray | memoryview
-_MAGIC = b"EKV1"
+_MAGIC = b"EKV2"
 _HEADER = struct.Struct("<4sB3xIIQIQI")
 HEADER_BYTES = _HEADER.size
 _CRC = struct.Struct("<I")
@@ -34,7 +34,8 @@ MOST_HEAD, MOST_PAYLOAD = 1 << 16, 1 << 28
 _PART = struct.Struct("<IQI32s")
 _COUNT = struct.Struct("<Q")
 _ACCEPT = struct.Struct("<QIQ")
-_MOST = {"layers": 1 << 12, "heads": 1 << 16, "head_dim": 1 << 16, "page_size": 1 << 16}
+_SHAPE = "layers", "heads", "head_dim", "page_size"
+_MOST = dict.fromkeys(_SHAPE, 1 << 16) | {"layers": 1 << 12, "ranks": 1 << 12}
 _MOST_NAME = 4096
 _BAD = CheckpointError, ValueError, KeyError, TypeError, IndexError, RecursionError
 
@@ -141,6 +142,8 @@ def pack_offer(offer: Offer) -> tuple[bytes, bytes]:
         "head_dim": spec.head_dim,
         "page_size": spec.page_size,
         "caches": [described(one) for one in spec.caches],
+        "windows": spec.windows,
+        "ranks": offer.ranks,
         "salt": offer.salt,
         "adapter": offer.adapter,
     }
@@ -157,15 +160,19 @@ def read_offer(frame: Frame) -> Offer:
     """The inverse of :func:`pack_offer`."""
     try:
         fields = parse_json(bytes(frame.head), "an offer")
-        layers, heads, head_dim, page_size = (_count(fields[name], name) for name in _MOST)
+        layers, heads, head_dim, page_size = (_count(fields[name], name) for name in _SHAPE)
         caches = tuple(map(cache_of, fields.get("caches", ())))
-        if len(caches) not in (0, layers) or any(isinstance(one, StateCache) for one in caches):
+        if len(caches) not in (0, layers):
             raise ValueError("caches")
-        spec = KVSpec(layers, heads, head_dim, page_size, _text(fields["dtype"]), caches)
-        if spec.head_dim % 2 or ">" in spec.dtype:
-            raise ValueError("head_dim or dtype")
+        windows = tuple(fields["windows"])
+        if windows and windows != window_groups(caches):
+            raise ValueError("windows")
+        spec = KVSpec(layers, heads, head_dim, page_size, _text(fields["dtype"]), caches, windows)
+        if spec.head_dim % 2 or ">" in spec.dtype or not spec.layers_in(0):
+            raise ValueError("head_dim, dtype or no layer with pages")
         for layer in range(layers if caches else 1):
-            row_widths(spec, layer)
+            row_shape(spec, layer)
+        ranks = _count(fields["ranks"], "ranks")
         numerics = bytes.fromhex(_text(fields["numerics"]))
         if len(numerics) != 32 or len(frame.payload) % (4 * page_size) or not frame.payload:
             raise ValueError("numerics or tokens")
@@ -175,7 +182,7 @@ def read_offer(frame: Frame) -> Offer:
         model = ModelKey(_text(fields["model"]["name"]), _text(fields["model"]["digest"]))
         names = [None if fields[x] is None else _text(fields[x]) for x in ("salt", "adapter")]
         tokens = tuple(ids.tolist())
-        return Offer(_text(fields["transfer_id"]), model, numerics, spec, tokens, *names)
+        return Offer(_text(fields["transfer_id"]), model, numerics, spec, tokens, *names, ranks)
     except _BAD as error:
         found = f"{type(error).__name__}: {error}"
         raise TransferError(f"an OFFER frame cannot be used: {found}") from error
@@ -193,6 +200,15 @@ def _text(value: Any) -> str:
     return value
 
 
+def row_shape(spec: KVSpec, layer: int) -> tuple[int, int]:
+    """The shape of what a part has of one token, or of a state on one rank: heads, and bytes of
+    each."""
+    state = spec.caches[layer] if spec.caches else None
+    if isinstance(state, StateCache):
+        return 1, sum(part.nbytes for part in state.parts)
+    return spec.cache(layer).kv_heads, sum(row_widths(spec, layer))
+
+
 def pack_part(part: Part) -> tuple[bytes, memoryview]:
     """Head and payload of a PART."""
     rows = np.ascontiguousarray(part.rows)
@@ -204,7 +220,7 @@ def read_part(frame: Frame, spec: KVSpec) -> Part:
     layer, first, count, digest = _unpack(_PART, frame)
     if layer >= spec.num_layers:
         raise TransferError(f"a part of layer {layer}; expected layers below {spec.num_layers}")
-    shape = count, spec.cache(layer).kv_heads, sum(row_widths(spec, layer))
+    shape = count, *row_shape(spec, layer)
     expected = shape[0] * shape[1] * shape[2]
     if not count or len(frame.payload) != expected:
         raise TransferError(

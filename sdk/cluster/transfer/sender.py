@@ -20,6 +20,7 @@ from sdk.api.errors import SdkError, TransferError
 from sdk.cluster.transfer.connector import KVConnector, Offer, Part, Rows, Sending
 from sdk.cluster.transfer.engine_pages import EnginePages, HandedOver, checked_count
 from sdk.engine.pages.page_pool import PageKey
+from sdk.engine.rank.kv_transfer import LayerStates
 from sdk.engine.scheduling.request import RequestStatus
 
 logger = logging.getLogger("sdk")
@@ -173,8 +174,10 @@ class HandOverSender:
                 at = self._send(sending, digests, at, found)
                 del found  # before more is read
             problem = None if at >= end else f"the sender has only {at} of {end} tokens"
+            if at >= end > known and not self._send_rest(task, sending, digests, end):
+                problem = f"the sender has not the states or windows any more after {end} tokens"
             cached = sending.finish(at)
-            if cached < at:
+            if cached < at and problem is None:
                 problem = f"the receiver has only {cached} of {at} tokens that it got"
             return HandedOver(offer.transfer_id, cached, known, problem)
 
@@ -227,6 +230,25 @@ class HandOverSender:
             if not self._pages.driver.observe(lambda: self._may_come(task, keys)):
                 return
 
+    def _send_rest(self, task: _Task, sending: Sending, digests: list[bytes], end: int) -> bool:
+        """Send what layers have besides pages after token ``end``; whether all of it is there."""
+        pages = self._pages
+        if not pages.row_bytes:
+            return True
+        keys = task.keys[: end // pages.page_size]
+        rest = pages.driver.between_steps(lambda: pages.kept.read_rest(keys))
+        if rest is None:
+            return False
+        digest = digests[len(keys) - 1]
+        for layer, held in rest.items():
+            is_state = isinstance(held, LayerStates)
+            rows = held.rows[:, None] if is_state else held.rows
+            first, count = 0 if is_state else end - len(rows), len(rows)
+            step = max(sending.most_bytes // rows[0].nbytes, 1)
+            for begin in range(0, count, step):
+                sending.send(Part(layer, first + begin, rows[begin : begin + step], digest))
+        return True
+
     def _send(self, sending: Sending, digests: list[bytes], at: int, found: list[Rows]) -> int:
         """Send whole units in groups; returns where they end."""
         count = len(found[0]) // sending.unit * sending.unit
@@ -235,6 +257,6 @@ class HandOverSender:
         for begin in range(0, count, units * sending.unit):
             end = min(begin + units * sending.unit, count)
             digest = digests[(at + end) // size - 1]
-            for layer, rows in enumerate(found):
+            for layer, rows in zip(self._pages.page_layers, found, strict=True):
                 sending.send(Part(layer, at + begin, rows[begin:end], digest))
         return at + count

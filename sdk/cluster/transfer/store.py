@@ -53,14 +53,26 @@ class StoreConnector:
 
     def open(self, offer: Offer, destination: str = "") -> StoreSending:
         """See :class:`sdk.cluster.transfer.connector.KVConnector`."""
+        _check_pages(offer)
         return StoreSending(self._store, offer)
 
     def fetch(self, offer: Offer) -> StoreReceiving:
         """See :class:`sdk.cluster.transfer.connector.KVSource`."""
+        _check_pages(offer)
         return StoreReceiving(self._store, offer)
 
     def close(self) -> None:
         """See the protocol. The store stays open: others may use it."""
+
+
+def _check_pages(offer: Offer) -> None:
+    """:raises TransferError: layers have something besides pages."""
+    if len(offer.spec.layers_in(0)) < offer.spec.num_layers:
+        raise TransferError(
+            f"a store keeps pages alone, and {offer.model.name} has recurrent states, or layers "
+            "with a window that keep only its tokens (see explain()): hand over through shared "
+            "memory or TCP"
+        )
 
 
 class StoreSending:

@@ -19,7 +19,7 @@ from sdk.cluster.wire.stream import Stream
 from sdk.cluster.wire.tls import HandshakeError, SharedToken
 
 #: What both sides say, and its version.
-_PROTOCOL = "embedlm-kv/2"
+_PROTOCOL = "embedlm-kv/3"
 #: Seconds that connecting may take. A thread of the receiver does it, however busy that is.
 _CONNECT_S = 5.0
 #: After this another try, if strangers have all places of the receiver.

@@ -6,7 +6,7 @@ pages: the rest of a last page, at most ``page_size - 1`` tokens, is computed ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,22 +162,23 @@ class PrefixStore:
         locations = self._scheduler.pool.locations(pages)
         tier = min(page_tier(location)[0] for location in locations)
         slot = 0 if hit.snapshot is None else hit.snapshot.slot
-        layers = self._read(locations, tier, hit.frames, slot)
+        layers = self._read(range(self._spec.num_layers), locations, tier, hit.frames, slot)
         tokens = len(pages) * self._scheduler.config.page_size
         return StoredKV(self._spec.tiers[tier], tuple(layers), tokens)
 
     def _read(
         self,
+        numbers: Iterable[int],
         locations: list[int],
         tier: int,
         frames: Sequence[Sequence[int]] = (),
         slot: int = 0,
     ) -> list[LayerKV | LayerStates]:
-        """The contents of pages as rows of the type of a tier. ``frames``: by window group those of
-        the last pages; ``slot``: of their state."""
+        """The contents of pages in these layers as rows of the type of a tier. ``frames``: by
+        window group those of the last pages; ``slot``: of their state."""
         spec, layers = self._spec, list[LayerKV | LayerStates]()
         regions = [locations, *map(list, frames)]
-        for layer in range(spec.num_layers):
+        for layer in numbers:
             region = spec.region(layer)
             if region == spec.num_regions - 1:
                 answers = self._executor.on_ranks(read_state, layer, slot)
@@ -321,16 +322,60 @@ class PrefixStore:
         Equal rows stand for equal keys only where these and ``dtype`` are equal.
         """
         frames = [[0]] * len(self._spec.windows)
-        layers = self._read([0], 0, frames)  # 0: of no request
+        numbers = range(self._spec.num_layers)
+        layers = self._read(numbers, [0], 0, frames)  # 0: of no request
         return [layer.centre if isinstance(layer, LayerKV) else None for layer in layers]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the heads of states."""
+        return self._num_ranks
+
+    def num_usable(self, keys: Sequence[PageKey]) -> int:
+        """After how many of these pages, all of which a request has, it could begin: those that are
+        cached, with frames and states up to where all of these are. Changes nothing."""
+        pages, groups = self._scheduler.pool.match(keys), self._scheduler.groups
+        return len(pages) if groups is None else groups.longest(pages).num_pages
+
+    def read_rest(self, keys: Sequence[PageKey]) -> dict[int, LayerKV | LayerStates] | None:
+        """What the token after a prefix needs besides these pages of it, by layer: the last rows of
+        those with a window, up to the end of the prefix, and states. ``None``: it is not there.
+        """
+        pages, groups = self._scheduler.pool.match(keys), self._scheduler.groups
+        assert groups is not None
+        hit = groups.longest(pages)
+        if not keys or hit.num_pages < len(keys):
+            return None
+        numbers = rest_layers(self._spec)
+        slot = 0 if hit.snapshot is None else hit.snapshot.slot
+        layers = self._read(numbers, [], 0, hit.frames, slot)
+        return dict(zip(numbers, layers, strict=True))
+
+    def write_rest(
+        self, keys: Sequence[PageKey], rest: Mapping[int, LayerKV | LayerStates]
+    ) -> bool:
+        """Write what :meth:`read_rest` has returned in an engine with the same ``dtype``, centres
+        and ranks. Returns whether a request can begin after these pages now: False if one of them
+        is gone, if frames are too few, or if there is no room."""
+        pool, groups, size = self._scheduler.pool, self._scheduler.groups, self.spec.page_size
+        assert groups is not None
+        pages = pool.acquire(pool.match(keys), 0) or []  # not evicted meanwhile
+        try:
+            if len(pages) < len(keys) or groups.longest(pages).num_pages == len(pages):
+                return len(pages) == len(keys)
+            none = LayerKV(np.empty((0, 0, 0), dtype=np.uint8))
+            layers = tuple(rest.get(layer, none) for layer in range(self._spec.num_layers))
+            return self._write_groups(groups, pages, StoredKV(self.spec, layers, len(keys) * size))
+        finally:
+            pool.release(pages)
 
     def num_cached(self, keys: Sequence[PageKey]) -> int:
         """How many of these pages, from the first on, are cached. Changes nothing."""
         return len(self._scheduler.pool.match(keys))
 
     def read_pages(self, keys: Sequence[PageKey]) -> list[Bytes] | None:
-        """These pages, up to the first one that is not cached in the first tier: for each layer the
-        rows of its tokens. ``None``: that is the first.
+        """These pages, up to the first one that is not cached in the first tier: for each layer
+        that keeps all tokens the rows of its tokens. ``None``: that is the first.
         """
         locations = self._scheduler.pool.locations(self._scheduler.pool.match(keys))
         lower = (i for i, location in enumerate(locations) if page_tier(location)[0])
@@ -350,8 +395,8 @@ class PrefixStore:
 
     def write_pages(self, keys: Sequence[PageKey], first: int, rows: Sequence[Bytes]) -> int:
         """Continue a cached prefix: ``keys`` are those of its pages up to the last new one, and
-        ``rows`` those of its tokens from page ``first`` on, for each layer, as ``read_pages``
-        returns them in an engine with the same ``dtype`` and centres.
+        ``rows`` those of its tokens from page ``first`` on, as ``read_pages`` returns them in an
+        engine with the same ``dtype`` and centres.
 
         Returns how many of the pages are cached now. These are fewer than ``keys`` if too few pages
         are unused, not counting those before ``first``, or if page ``first - 1`` is gone.
@@ -395,6 +440,11 @@ class PrefixStore:
                 at = (first + begin) * size
                 part = LayerKV(held.rows[at : at + len(some) * size], held.centre)
                 self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
+
+
+def rest_layers(spec: KVSpec) -> list[int]:
+    """The layers that have frames or states instead of pages."""
+    return [layer for layer in range(spec.num_layers) if spec.region(layer)]
 
 
 def run_copies(scheduler: Scheduler, executor: Executor) -> None:

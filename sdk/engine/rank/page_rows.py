@@ -1,10 +1,11 @@
 """Moves whole pages of the first tier out of an engine and into another with the same KV types.
 
-Nothing is converted, so this is a copy: rows as in :mod:`sdk.engine.rank.kv_transfer`, for all
-layers at once. All tiers of both engines must be the same, not only the first: in a tiered cache
-the first tier is rotated as well, and may have centres. A page of 30 layers takes 0.4 ms this way
-and 3.5 ms layer by layer through ``read_layer``, which must find out for each whether it has to
-convert (measured by hand with SmolLM2-135M), and running requests wait for it.
+These are the pages of layers that keep all tokens; others have frames or states instead. Nothing is
+converted, so this is a copy: rows as in :mod:`sdk.engine.rank.kv_transfer`, for all layers at once.
+All tiers of both engines must be the same, not only the first: in a tiered cache the first tier is
+rotated as well, and may have centres. A page of 30 layers takes 0.4 ms this way and 3.5 ms layer by
+layer through ``read_layer``, which must find out for each whether it has to convert (measured by
+hand with SmolLM2-135M), and running requests wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RankRows(NamedTuple):
-    """For each layer the rows of a rank's heads, and the first of these heads."""
+    """For each layer that keeps all tokens the rows of a rank's heads, and the first of these."""
 
     first_heads: tuple[int, ...]
     layers: list[Bytes]
@@ -33,41 +34,47 @@ class RankRows(NamedTuple):
 
 def read_rows(runner: ModelRunner, pages: list[int]) -> RankRows:
     """The contents of these pages. Runs on every rank (``Executor.on_ranks``)."""
-    kv = runner.kv
-    if not kv.pages[0].k.is_cpu:
-        layers = range(len(kv.pages))
-        return RankRows(kv.first_heads, [_layer(runner, i, pages).rows for i in layers])
+    kv, layers = runner.kv, runner.kv.spec.layers_in(0)
+    first_heads = tuple(kv.first_heads[i] for i in layers)
+    if not _pages(runner, layers[0]).k.is_cpu:
+        return RankRows(first_heads, [_layer(runner, i, pages).rows for i in layers])
     at, found = _index(pages), []
-    for layer in kv.pages:
-        columns = _columns(layer)
+    for layer in layers:
+        columns = _columns(_pages(runner, layer))
         _, heads, slots = columns[0].shape[:3]
         width = sum(column.shape[3] * column.itemsize for column in columns)
         rows = np.empty((len(pages), slots, heads, width), dtype=np.uint8)
         for column, part in zip(columns, _parts(rows, columns), strict=True):
             part[...] = column[at].swapaxes(1, 2)
         found.append(rows.reshape(-1, heads, width))
-    return RankRows(kv.first_heads, found)
+    return RankRows(first_heads, found)
 
 
 def write_rows(
     runner: ModelRunner, pages: list[int], stored: Sequence[Bytes], spec: KVSpec
 ) -> None:
-    """Fill these pages with rows of all heads, one array for each layer; ``spec``: of the pages,
-    over all ranks. Runs on every rank.
+    """Fill these pages with rows of all heads, one array for each layer that keeps all tokens;
+    ``spec``: of the pages, over all ranks. Runs on every rank.
     """
-    kv = runner.kv
-    if not kv.pages[0].k.is_cpu:
-        for i, rows in enumerate(stored):
+    layers = runner.kv.spec.layers_in(0)
+    if not _pages(runner, layers[0]).k.is_cpu:
+        for i, rows in zip(layers, stored, strict=True):
             write_layer(runner, i, pages, _with_centre(runner, i, rows), spec)
         return
     at = _index(pages)
-    for layer, rows, first in zip(kv.pages, stored, kv.first_heads, strict=True):
-        columns = _columns(layer)
+    for layer, rows in zip(layers, stored, strict=True):
+        columns, first = _columns(_pages(runner, layer)), runner.kv.first_heads[layer]
         _, heads, slots = columns[0].shape[:3]
         own = rows[:, first : first + heads]
         own = own.reshape(len(pages), slots, heads, -1)
         for column, part in zip(columns, _parts(own, columns), strict=True):
             column[at] = part.swapaxes(1, 2)
+
+
+def _pages(runner: ModelRunner, layer: int) -> KVPages:
+    pages = runner.kv.layers[layer]
+    assert isinstance(pages, KVPages)
+    return pages
 
 
 def _with_centre(runner: ModelRunner, layer: int, rows: Bytes) -> LayerKV:
@@ -125,9 +132,10 @@ def joined_rows(parts: Sequence[RankRows], spec: KVSpec) -> list[Bytes]:
     if len(parts) == 1:
         return parts[0].layers
     found = []
-    for index, layers in enumerate(zip(*(part.layers for part in parts), strict=True)):
+    every = zip(*(part.layers for part in parts), strict=True)
+    for index, (layer, layers) in enumerate(zip(spec.layers_in(0), every, strict=True)):
         tokens, _, width = layers[0].shape
-        rows = np.empty((tokens, spec.cache(index).kv_heads, width), dtype=np.uint8)
+        rows = np.empty((tokens, spec.cache(layer).kv_heads, width), dtype=np.uint8)
         for part, own in zip(parts, layers, strict=True):
             first = part.first_heads[index]
             rows[:, first : first + own.shape[1]] = own

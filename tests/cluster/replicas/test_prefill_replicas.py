@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.memory.demand import hand_over_bytes, hand_over_ring
 from tests.cluster.replicas.conftest import LIMIT_S, hurt, replicas, wait_for
 
@@ -70,8 +71,14 @@ def test_the_memory_of_hand_overs_is_a_part_of_the_plan(tiny_path: Path) -> None
 )
 def test_hand_overs_of_large_pages_have_more_memory(page: int, expected: int) -> None:
     """A page is read at once, and two of them fit between the replicas."""
-    assert hand_over_bytes(page) == 2 * expected * 2**20
+    assert hand_over_bytes(page, 16) == 2 * expected * 2**20
     assert hand_over_ring(page) >= 2 * page
+
+
+def test_hand_overs_of_windows_and_states_have_memory_for_those_of_a_request() -> None:
+    window = WindowGroup(1024, 2**20, 0)  # of 65 pages
+    assert hand_over_bytes(1, 16, (window,)) == 2 * (2 * 65 + 8) * 2**20
+    assert hand_over_bytes(1, 16, (), 50 * 2**20) == 2 * (2 * 50 + 100) * 2**20
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from sdk.cluster.transfer.messages import (
 from sdk.cluster.transfer.store import read_chunk
 from sdk.engine.model_key import ModelKey
 from sdk.engine.rank.kv_transfer import row_widths
+from sdk.quant.caches import AttentionCache, StateCache, StatePart
 from sdk.quant.spec import KVSpec
 
 SPEC = KVSpec(2, 2, 8, 4, "int8")
@@ -112,12 +113,30 @@ def test_a_digest_depends_on_all_tokens_before_it_and_on_everything_else() -> No
         {"caches": [{"kv_heads": 2, "key_dim": 4, "value_dim": 4}] * 5},
         {"caches": [{"state": [["conv", [2], "float32"]]}] * SPEC.num_layers},
         {"caches": [{"state": [["conv"]]}] * SPEC.num_layers},
+        {"windows": [5]},
+        {"windows": None},
+        {"ranks": 0},
         {"caches": [{"kv_heads": 2, "key_dim": 0, "value_dim": 4}] * SPEC.num_layers},
     ],
 )
 def test_an_offer_with_a_wrong_field_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(TransferError, match="OFFER frame cannot be used"):
         read_offer(_changed(**fields))
+
+
+def test_an_offer_says_what_has_windows_and_states_and_parts_have_their_shapes() -> None:
+    pages = AttentionCache(2, 8, 8)
+    state = StateCache((StatePart("conv", (3, 5)), StatePart("matrix", (2, 4))))
+    spec = replace(
+        SPEC, num_layers=3, caches=(pages, pages._replace(window=6), state), windows=(6,)
+    )
+    offer = replace(OFFER, spec=spec, ranks=2)
+    assert read_offer(_frame(Kind.OFFER, *pack_offer(offer))) == offer
+    rows = np.arange(2 * 92, dtype=np.uint8).reshape(2, 1, 92)
+    head, payload = pack_part(Part(2, 0, rows, bytes(32)))
+    assert (read_part(_frame(Kind.PART, head, bytes(payload)), spec).rows == rows).all()
+    with pytest.raises(TransferError, match="a part of 2 tokens in 183 bytes; expected 184"):
+        read_part(_frame(Kind.PART, head, bytes(payload)[:-1]), spec)
 
 
 def test_an_offer_without_tokens_or_with_a_negative_one_is_an_error() -> None:
