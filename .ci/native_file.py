@@ -2,25 +2,31 @@
 
     python .ci/native_file.py FILE...
 
-Sources: elf(5) through pyelftools, Microsoft's "PE Format", <mach-o/loader.h>.
+Sources: elf(5), the generic ABI's "Symbol Versioning", Microsoft's "PE Format", <mach-o/loader.h>.
 """
 
 from __future__ import annotations
 
-import io
+import re
 import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+_ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 _PE_MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64"}
 _MACH_MACHINES = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 _LOAD_DYLIB, _BUILD_VERSION, _SYMTAB = 0xC, 0x32, 0x2
-_EXTERNAL, _TYPE, _UNDEFINED = 0x01, 0x0E, 0x0
+_DYNAMIC, _DYNSYM, _VERNEED, _NEEDED = 6, 11, 0x6FFFFFFE, 1
+#: Of a symbol's type; the others in _VISIBLE are a debugger's, and private to a library's parts.
+_EXTERNAL, _VISIBLE, _TYPE, _UNDEFINED = 0x01, 0xF1, 0x0E, 0x0
 
 
 class NativeFile(NamedTuple):
-    """``least``: the oldest release of the system that loads it, where the file says so."""
+    """``least``: the oldest release of the system that loads it, where the file says so.
+
+    Of Linux it is the oldest glibc.
+    """
 
     system: str
     machine: str
@@ -30,31 +36,61 @@ class NativeFile(NamedTuple):
 
 
 def read(data: bytes) -> NativeFile:
-    """:raises ValueError: it is no library of a system that embedlm has wheels for."""
-    if data[:4] == b"\x7fELF":
-        return _elf(data)
-    if data[:2] == b"MZ":
-        return _pe(data)
-    if data[:4] == b"\xcf\xfa\xed\xfe":
-        return _mach(data)
-    raise ValueError(f"expected a native library, found a file that begins with {data[:4]!r}")
+    """:raises ValueError: not a library for 64-bit Linux, Windows or macOS, or a damaged one."""
+    readers = {b"\x7fELF": _elf, b"\xcf\xfa\xed\xfe": _mach}
+    reader = _pe if data[:2] == b"MZ" else readers.get(data[:4])
+    if reader is None:
+        raise ValueError(f"expected a native library, found a file that begins with {data[:4]!r}")
+    try:
+        return reader(data)
+    except struct.error as error:
+        raise ValueError(f"the native library is cut off: {error}") from None
+
+
+def _machine(names: dict[int, str], number: int) -> str:
+    if number not in names:
+        raise ValueError(f"expected a library for {', '.join(names.values())}, found {number:#x}")
+    return names[number]
 
 
 def _elf(data: bytes) -> NativeFile:
-    from elftools.elf.elffile import ELFFile
+    machine = _machine(_ELF_MACHINES, _number(data, 18, "H"))
+    table, count = _number(data, 40, "Q"), _number(data, 60, "H")
+    # of each section: type, where it lies, how long it is, and which section has its names
+    sections = [struct.unpack_from("<4xI16xQQI", data, table + 64 * i) for i in range(count)]
+    places = {kind: (at, size, link) for kind, at, size, link in sections}
+    if not {_DYNAMIC, _DYNSYM} <= {*places}:
+        raise ValueError("expected a shared library, found an ELF file without dynamic symbols")
 
-    found = ELFFile(io.BytesIO(data))
-    dynamic = found.get_section_by_name(".dynamic")
-    libraries = tuple(tag.needed for tag in dynamic.iter_tags("DT_NEEDED"))
-    symbols = found.get_section_by_name(".dynsym").iter_symbols()
-    exports = frozenset(one.name for one in symbols if one["st_shndx"] != "SHN_UNDEF")
-    machine = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}[found["e_machine"]]
-    return NativeFile("Linux", machine, libraries, exports)
+    def name(link: int, offset: int) -> str:
+        return _text(data, sections[link][1] + offset)
+
+    at, size, link = places[_DYNAMIC]
+    entries = [struct.unpack_from("<QQ", data, at + 16 * i) for i in range(size // 16)]
+    libraries = tuple(name(link, value) for tag, value in entries if tag == _NEEDED)
+    at, size, link = places[_DYNSYM]
+    symbols = [struct.unpack_from("<IBBH", data, at + 24 * i) for i in range(size // 24)]
+    # those that other libraries may define (st_shndx 0) are not exported
+    exports = frozenset(name(link, symbol) for symbol, _, _, section in symbols if section)
+    versions = []
+    at, size, link = places.get(_VERNEED, (0, 0, 0))
+    while size:
+        several, entry, following = struct.unpack_from("<2xH4xII", data, at)
+        entry += at
+        for _ in range(several):
+            symbol, after = struct.unpack_from("<8xII", data, entry)
+            versions.append(name(link, symbol))
+            entry += after
+        at, size = at + following, following
+    glibc = [one.removeprefix("GLIBC_") for one in versions if re.fullmatch(r"GLIBC_[\d.]+", one)]
+    least = max(glibc, key=lambda one: [int(part) for part in one.split(".")], default="")
+    return NativeFile("Linux", machine, libraries, exports, least)
 
 
 def _pe(data: bytes) -> NativeFile:
     header = _number(data, 0x3C, "I")
-    machine, sections = struct.unpack_from("<HH", data, header + 4)
+    number, sections = struct.unpack_from("<HH", data, header + 4)
+    machine = _machine(_PE_MACHINES, number)
     optional = header + 24
     size = _number(data, header + 20, "H")
     table = [struct.unpack_from("<8sIIII", data, optional + size + 40 * i) for i in range(sections)]
@@ -80,11 +116,12 @@ def _pe(data: bytes) -> NativeFile:
             libraries.append(_text(data, place(name)))
             at += 20
     least = "{}.{}".format(*struct.unpack_from("<HH", data, optional + 48))
-    return NativeFile("Windows", _PE_MACHINES[machine], tuple(libraries), frozenset(exports), least)
+    return NativeFile("Windows", machine, tuple(libraries), frozenset(exports), least)
 
 
 def _mach(data: bytes) -> NativeFile:
-    machine, commands = _number(data, 4, "I"), _number(data, 16, "I")
+    machine = _machine(_MACH_MACHINES, _number(data, 4, "I"))
+    commands = _number(data, 16, "I")
     libraries, exports, least, at = [], set(), "", 32
     for _ in range(commands):
         command, size = struct.unpack_from("<II", data, at)
@@ -97,10 +134,10 @@ def _mach(data: bytes) -> NativeFile:
             symbols, count, strings = struct.unpack_from("<III", data, at + 8)
             for i in range(count):
                 name, kind = struct.unpack_from("<IB", data, symbols + 16 * i)
-                if kind & _EXTERNAL and not kind & 0x10 and kind & _TYPE != _UNDEFINED:
+                if kind & _VISIBLE == _EXTERNAL and kind & _TYPE != _UNDEFINED:
                     exports.add(_text(data, strings + name).removeprefix("_"))
         at += size
-    return NativeFile("macOS", _MACH_MACHINES[machine], tuple(libraries), frozenset(exports), least)
+    return NativeFile("macOS", machine, tuple(libraries), frozenset(exports), least)
 
 
 def _number(data: bytes, at: int, kind: str) -> int:

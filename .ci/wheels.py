@@ -3,10 +3,11 @@
     python .ci/wheels.py dist
 
 makes the source archive of this checkout, then, from that archive, a wheel for this machine's
-architecture, with a cross compiler one for aarch64, and with zig those for Windows and macOS.
-``--only`` names some of them. A wheel that needs newer libraries than its name says is refused:
-than manylinux_2_28 has, than every Windows 10 has, than macOS 11 has. Each wheel gets a bill of
-materials beside it, and all files their hashes (SHA256SUMS). Nothing is downloaded: the packages of
+architecture, with a cross compiler one for aarch64 (else with zig), and with zig those for Windows,
+macOS and Linux with musl. ``--only`` names some of them; ``--only sdist`` makes the archive alone.
+A wheel that needs newer libraries than its name says is refused: than manylinux_2_28 has, than
+every Windows 10 has, than macOS 11 has. Each wheel gets a bill of materials beside it, and all
+files their hashes (SHA256SUMS). Nothing is downloaded: the packages of
 .ci/requirements-wheels.txt are there already.
 """
 
@@ -43,11 +44,12 @@ class Other(NamedTuple):
     native: str
     system: str
     machine: str
-    least: str
+    least: str  # the oldest release, as the tag says it; of Linux, of its C library
     libraries: str  # a pattern
 
 
 _APPLE = (r"/usr/lib/libSystem\.B\.dylib|/usr/lib/libc\+\+\.1\.dylib",)
+_GNU = r"lib(c|m)\.so\.6|lib(pthread|dl|rt)\.so\.[012]|ld-linux-aarch64\.so\.1"
 #: By the tag of their wheels.
 OTHERS = {
     "win_amd64": Other(
@@ -64,7 +66,16 @@ OTHERS = {
     "macosx_11_0_x86_64": Other(
         "x86_64-macos.11.0", "_native.so", "macOS", "x86_64", "11.0", *_APPLE
     ),
+    # musl's own loader answers to the name libc.so
+    "musllinux_1_2_x86_64": Other(
+        "x86_64-linux-musl", "_native.so", "Linux", "x86_64", "", r"libc\.so"
+    ),
+    "manylinux_2_28_aarch64": Other(
+        "aarch64-linux-gnu.2.28", "_native.so", "Linux", "aarch64", "2.28", _GNU
+    ),
 }
+#: The wheels of zig that are not needed where there is the cross compiler of another.
+REPLACED = {"manylinux_2_28_aarch64": "aarch64"}
 #: What no wheel is complete without; a build without a compiler leaves out the native module too.
 NEEDED = (
     *("sdk/quant/expected_loss.json", "sdk/serving/page/index.html"),
@@ -161,15 +172,19 @@ def wrong(data: bytes, other: Other) -> str:
     found = native_file.read(data)
     if (found.system, found.machine) != (other.system, other.machine):
         return f"is for {found.machine} {found.system}"
-    if other.least and found.least != other.least:
-        return f"needs {other.system} {found.least}, expected {other.least}"
+    if other.least and numbers(found.least) > numbers(other.least):
+        what = "glibc" if other.system == "Linux" else other.system
+        return f"needs {what} {found.least}, expected {other.least}"
     strange = [one for one in found.libraries if not re.fullmatch(other.libraries, one)]
     if strange:
         return f"needs {', '.join(strange)}, which not every {other.system} has"
-    # On Windows and macOS everything else stays inside: two libraries may have the same names.
     if "embedlm_abi_version" not in found.exports:
         return "does not export embedlm_abi_version"
     return ""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in version.split(".") if one)
 
 
 def zig() -> str:
@@ -202,11 +217,12 @@ def tags() -> list[str]:
             continue
         if shutil.which(compiler):
             found.append(f"linux_{architecture}")
-        else:
+        elif not zig():
             print(f"wheels: no wheel for {architecture}: {compiler} is missing ({install})")
+    others = [tag for tag in OTHERS if f"linux_{REPLACED.get(tag)}" not in found]
     if zig():
-        return [*found, *OTHERS]
-    print(f"wheels: no wheels for {', '.join(OTHERS)}: zig is missing (pip install ziglang)")
+        return [*found, *others]
+    print(f"wheels: no wheels for {', '.join(others)}: zig is missing (pip install ziglang)")
     return found
 
 
@@ -219,19 +235,19 @@ def write_hashes(out: Path) -> None:
     (out / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="the folder to put the files in")
-    parser.add_argument("--only", metavar="TAG", nargs="+", help="wheels, by tag: win_amd64, ...")
-    args = parser.parse_args()
-    wanted = tags()
-    if args.only:
-        if unknown := sorted({*args.only} - {*wanted}):
-            raise SystemExit(
-                f"wheels: --only: expected some of {', '.join(wanted)}, found {', '.join(unknown)}"
-            )
-        wanted = [tag for tag in wanted if tag in args.only]
-    out = args.out.resolve()
+def chosen(names: list[str] | None) -> list[str]:
+    """The tags of ``--only``, without it all; ``sdist`` stands for the archive, always made."""
+    offered = tags()
+    if names is None:
+        return offered
+    if unknown := sorted({*names} - {*offered, "sdist"}):
+        offers = ", ".join(["sdist", *offered])
+        raise SystemExit(f"wheels: --only: expected some of {offers}, found {', '.join(unknown)}")
+    return [tag for tag in offered if tag in names]
+
+
+def make(out: Path, wanted: list[str]) -> None:
+    """Everything of a release in ``out``, where earlier files of embedlm are removed."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("embedlm-*"):
         old.unlink()
@@ -253,6 +269,14 @@ def main() -> None:
             )
             print(f"wheels: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
     write_hashes(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the folder to put the files in")
+    parser.add_argument("--only", metavar="TAG", nargs="+", help="wheels, by tag: win_amd64, ...")
+    args = parser.parse_args()
+    make(args.out.resolve(), chosen(args.only))
 
 
 if __name__ == "__main__":
