@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -14,8 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdk.kernels.system.services import MOST_STACK, UNKNOWN_STACK, Services, named
+
+if TYPE_CHECKING:
+    import asyncio  # takes 30 ms
 
 assert sys.platform != "win32"
 

@@ -3,7 +3,6 @@ from the start, so caches have no more places than there is memory for."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import functools
@@ -17,9 +16,12 @@ import winreg
 from collections.abc import Callable, Iterator
 from ctypes import byref, sizeof, wintypes
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.system.services import MOST_STACK, MemoryLimit, Services, named as _named
+
+if TYPE_CHECKING:
+    import asyncio  # takes 30 ms
 
 assert sys.platform == "win32"
 
