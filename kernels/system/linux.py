@@ -10,17 +10,19 @@ import mmap
 import os
 import resource
 import signal
-import socket
 import struct
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.system.control_groups import group_memory
 from sdk.kernels.system.posix import Posix
 from sdk.kernels.system.services import MemoryLimit
+
+if TYPE_CHECKING:
+    import socket
 
 assert sys.platform != "win32" and sys.platform != "darwin"
 
@@ -183,6 +185,8 @@ class Linux(Posix):
         return float(text) if text.isdigit() else 0.0
 
     def check_peer(self, sock: socket.socket) -> None:
+        import socket  # takes 3 ms, and only ranks are checked
+
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         user = _CREDENTIALS.unpack(data)[1]
         if user != os.getuid():

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import socket
 
 #: A stack that is counted on at most, and that of a thread where the system names no limit.
 MOST_STACK, UNKNOWN_STACK = 8 * 2**20, 2 * 2**20

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.kernels.system.services import MOST_STACK, MemoryLimit, Services, named as _named
 
 if TYPE_CHECKING:
-    import asyncio
+    import asyncio  # takes 30 ms
 
 assert sys.platform == "win32"
 

@@ -50,6 +50,17 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert len([name for name in modules if name.startswith("sdk")]) == 1
 
 
+def test_generating_in_the_callers_thread_imports_neither_asyncio_nor_sockets() -> None:
+    model = ROOT / "tests" / "golden" / "gguf-Q4_1" / "model.gguf"
+    code = (
+        f"import sdk, json\nwith sdk.LLM({str(model)!r}) as llm:\n"
+        "    llm.generate(['a'], use_tqdm=False)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = set(json.loads(run_python(code).strip().rpartition("\n")[2]))
+    assert modules & {"asyncio", "socket", "subprocess", "multiprocessing"} == set()
+
+
 def test_finding_the_demo_model_and_parsing_the_command_line_import_nothing_heavy() -> None:
     code = (
         "import sdk.demo, sdk.cli, json; sdk.cli.build_parser(); sdk.demo.cache_folder()\n"
