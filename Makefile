@@ -31,7 +31,7 @@ BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 READY = $(VENV)/.embedlm-$(if $(wildcard $(VENV)/.embedlm-installed),installed,here)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-arm test-windows aot aot-cache gpu test-interop build wheels docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all test-arm test-windows aot aot-cache gpu test-interop build wheels release docs release-notes native packages models browser demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,9 @@ build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its n
 wheels: $(WHEEL_TOOLS)/.embedlm-tools ## build dist/: source archive, wheels of all systems, bills of materials, hashes (ONLY="win_amd64 ...")
 	@echo "embedlm: compiling the native module and packing (2 to 4 minutes of CPU time for each architecture)"
 	@$(WHEEL_TOOLS)/bin/python .ci/wheels.py $(DIST) $(if $(ONLY),--only $(ONLY))
+
+release: $(WHEEL_TOOLS)/.embedlm-tools ## the same for the version that this commit's tag names, with its notes; refuses changes that are not committed
+	@$(WHEEL_TOOLS)/bin/python .ci/release.py $(DIST)
 
 docs: $(DOCS_TOOLS)/.embedlm-tools ## build the documentation site in build/site; a dead link or anchor is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict --clean --site-dir $(abspath $(SITE))
