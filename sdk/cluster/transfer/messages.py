@@ -180,9 +180,11 @@ def read_offer(frame: Frame) -> Offer:
         if ids.min() < 0:
             raise ValueError("a negative token")
         model = ModelKey(_text(fields["model"]["name"]), _text(fields["model"]["digest"]))
-        names = [None if fields[x] is None else _text(fields[x]) for x in ("salt", "adapter")]
-        tokens = tuple(ids.tolist())
-        return Offer(_text(fields["transfer_id"]), model, numerics, spec, tokens, *names, ranks)
+        salt, adapter = (
+            None if fields[x] is None else _text(fields[x]) for x in ("salt", "adapter")
+        )
+        tokens, number = tuple(ids.tolist()), _text(fields["transfer_id"])
+        return Offer(number, model, numerics, spec, tokens, salt, adapter, ranks)
     except _BAD as error:
         found = f"{type(error).__name__}: {error}"
         raise TransferError(f"an OFFER frame cannot be used: {found}") from error
