@@ -43,7 +43,7 @@ class Files:
         """List the files of a folder and of the folders in it."""
         start = self._inside(folder)
         if not start.is_dir():
-            raise ValueError(f"{folder}: is no folder")
+            raise ValueError(f"{folder}: is not a folder")
         names = [self._name(path) for path in self._files(start)]
         return [*names[:MOST_LINES], *(["..."] if len(names) > MOST_LINES else [])]
 

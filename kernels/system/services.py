@@ -227,7 +227,7 @@ class Services(ABC):
         raise OSError(f"{self.name} has no sealed files in memory")
 
     def is_sealed(self, file: int) -> bool:
-        """Whether it is one. :raises OSError: it is no file in memory."""
+        """Whether it is one. :raises OSError: it is not a file in memory."""
         raise OSError(f"{self.name} has no sealed files in memory")
 
     def take_lease(self, file: int) -> str:
