@@ -78,7 +78,7 @@ def test_what_is_not_text_is_an_error_for_the_model(folder: Path) -> None:
     tools, _ = files(folder)
     with pytest.raises(ValueError, match=r"picture\.png: is not text"):
         tools.read_file("picture.png")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         tools.list_files("picture.png")
     with pytest.raises(ValueError, match="is a folder"):
         tools.write_file("more", "x")
