@@ -21,7 +21,7 @@ from sdk.kernels.reference import ReferenceBackend
 from sdk.kernels.reference.page_codes import encode
 from sdk.quant.spec import KVSpec, KVTypes
 
-ABI = Path(__file__).parents[2] / "kernels/cpu/native/abi.hpp"
+ABI = Path(__file__).parents[2] / "kernels/cpu/native/abi_weights.hpp"
 #: The names of ``ElementType`` in C++.
 NATIVE = {
     "float32": "kF32", "float16": "kF16", "bfloat16": "kBF16", "int8": "kI8",
