@@ -90,12 +90,12 @@ def _rows(reasons: Iterable[tuple[str, str]]) -> list[str]:
     return [f"| {why} | {len(who)} | {', '.join(sorted(who))} |" for why, who in ordered]
 
 
-def _table(native: set[str], slow: dict[str, str], refused: list[tuple[str, str]]) -> str:
-    """``slow``: names that run through transformers' code, and how they are shown."""
+def _table(native: set[str], slow: set[str], refused: list[tuple[str, str]]) -> str:
+    """``slow``: names that run through transformers' code."""
     head = ["| | | architectures |", "|---|---:|---|"]
     rows = [f"| **native** | {len(native)} | {', '.join(sorted(native))} |"]
     if slow:
-        shown = ", ".join(slow[name] for name in sorted(slow))
+        shown = ", ".join(sorted(slow))
         rows.append(f"| **through transformers' code** | {len(slow)} | {shown} |")
     return "\n".join([*head, *rows, *_rows((name, f"refused: {why}") for name, why in refused)])
 
@@ -113,13 +113,13 @@ def gguf_table() -> tuple[str, str]:
         f"**GGUF files: {len(native)} native** of {len({*names})} names; {len(refused)} are "
         "refused."
     )
-    return _table(native, {}, refused), counts
+    return _table(native, set(), refused), counts
 
 
 def type_table() -> tuple[str, str]:
     """The table of types of configs, and its counts in a sentence."""
     native, record = native_types(), sweep_record()
-    slow = {name: name for name in slow_types()}
+    slow = slow_types()
     refused = [
         (name, _because(outcome.removeprefix("refused: ")))
         for name, outcome in record.items()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sdk.kernels.system.services import MOST_STACK, UNKNOWN_STACK, Services, named
 
 if TYPE_CHECKING:
-    import asyncio  # takes 30 ms
+    import asyncio  # loads ssl and sockets, which most starts do not need
 
 assert sys.platform != "win32"
 

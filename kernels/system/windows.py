@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.kernels.system.services import MOST_STACK, MemoryLimit, Services, named as _named
 
 if TYPE_CHECKING:
-    import asyncio  # takes 30 ms
+    import asyncio  # loads ssl and sockets, which most starts do not need
 
 assert sys.platform == "win32"
 

@@ -25,6 +25,8 @@ from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import TEXT, image, vision_model
 from tests.models.tiny_vision_prompts import (
     answer,
+    check_in_steps,
+    check_preempted,
     expected_logits,
     job,
     prompt,
@@ -119,25 +121,9 @@ def test_chunks_batches_prefixes_and_preemption_change_no_bit(family: Any, loade
     assert answer(run(engine, job("e", other, others))["e"]) == answer(found["e"])
     assert engine.scheduler.images.num_encoded == encoded  # all rows were cached
     # in steps of any size: a span that sees both ways is never cut
-    for most in (1, 5, 20):
-        engine.reset_prefix_cache()
-        engine.add(job("h", ids, placed))
-        while engine.has_unfinished:
-            last = engine.step(most)
-        assert answer(last[0]) == alone
+    check_in_steps(engine, job("h", ids, placed), alone)
     # preempted while the prompt runs, and while the answer does
-    for steps in range(1, 9):
-        engine.reset_prefix_cache()
-        engine.add(job("i", ids, placed))
-        last = []
-        for _ in range(steps):
-            last = engine.step(12) or last
-        while engine.scheduler.queues.running:
-            engine.scheduler.queues.preempt_last()
-        engine.scheduler.check()
-        while engine.has_unfinished:
-            last = engine.step() or last
-        assert answer(last[0]) == alone
+    check_preempted(engine, job("i", ids, placed), alone, 8)
     assert engine.scheduler.images.num_encoded == encoded
 
 

@@ -16,7 +16,15 @@ from sdk.engine.pages.image_keys import whole_ids
 from sdk.loading.load import Loaded, load
 from tests.engine.test_images import OPTIONS
 from tests.models.tiny_vision import MODELS, TEXT, image, normalized, vision_model
-from tests.models.tiny_vision_prompts import answer, job, prompt, prompt_logprobs, run
+from tests.models.tiny_vision_prompts import (
+    answer,
+    check_in_steps,
+    check_preempted,
+    job,
+    prompt,
+    prompt_logprobs,
+    run,
+)
 
 VERSIONS = {
     "1": {**TEXT, "model_type": "gemma"},
@@ -93,24 +101,8 @@ def test_batches_steps_of_any_size_and_preemption_change_no_bit(loaded: Loaded) 
     assert answer(run(engine, job("c", other, others))["c"]) == answer(found["c"])
     engine.reset_prefix_cache()
     assert answer(run(engine, job("d", text))["d"]) == answer(found["d"])
-    for most in (1, 5, 20):
-        engine.reset_prefix_cache()
-        engine.add(job("f", ids, placed))
-        while engine.has_unfinished:
-            last = engine.step(most)
-        assert answer(last[0]) == alone
-    for steps in range(1, 6):
-        engine.reset_prefix_cache()
-        engine.add(job("g", ids, placed))
-        last = []
-        for _ in range(steps):
-            last = engine.step(12) or last
-        while engine.scheduler.queues.running:
-            engine.scheduler.queues.preempt_last()
-        engine.scheduler.check()
-        while engine.has_unfinished:
-            last = engine.step() or last
-        assert answer(last[0]) == alone
+    check_in_steps(engine, job("f", ids, placed), alone)
+    check_preempted(engine, job("g", ids, placed), alone, 5)
     engine.scheduler.images.check_blocks()
 
 

@@ -73,6 +73,32 @@ def answer(output: Any) -> list[tuple[int, float]]:
     return [(token, chances[token].logprob) for token, chances in pairs]
 
 
+def check_in_steps(engine: Engine, one: Job, alone: list[tuple[int, float]]) -> None:
+    """A job answers as ``alone`` in steps of any size."""
+    for most in (1, 5, 20):
+        engine.reset_prefix_cache()
+        engine.add(one)
+        while engine.has_unfinished:
+            last = engine.step(most)
+        assert answer(last[0]) == alone
+
+
+def check_preempted(engine: Engine, one: Job, alone: list[tuple[int, float]], most: int) -> None:
+    """A job answers as ``alone`` if it is preempted after any of its first ``most`` steps."""
+    for steps in range(1, most + 1):
+        engine.reset_prefix_cache()
+        engine.add(one)
+        last: list[Any] = []
+        for _ in range(steps):
+            last = list(engine.step(12)) or last
+        while engine.scheduler.queues.running:
+            engine.scheduler.queues.preempt_last()
+        engine.scheduler.check()
+        while engine.has_unfinished:
+            last = list(engine.step()) or last
+        assert answer(last[0]) == alone
+
+
 def prompt_logprobs(output: Any) -> list[float]:
     """Of the tokens of the prompt behind the first one."""
     return [next(iter(one.values())).logprob for one in output.prompt_logprobs if one]

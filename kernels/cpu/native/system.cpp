@@ -167,7 +167,7 @@ int read_over(int file, int64_t offset, void* at, int64_t bytes) {
     if (!error && mremap(memory, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) error = errno;
     if (error) munmap(memory, size);
     return error;
-#else  // there are no leases, so files are not mapped: it is private memory already
+#else  // files are not mapped where the system lacks leases: this is private memory already
     if (file < 0) memset(at, 0, size);
     return read_whole(file, offset, (uint8_t*)at, bytes);
 #endif

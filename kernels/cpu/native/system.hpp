@@ -28,10 +28,10 @@ void wake_all(std::atomic<uint32_t>* word);
 enum { kMemoryLine = 64 };
 
 uintptr_t page_size();
-// `bytes` that begin at a multiple of kMemoryLine, and are one; null: there is no more memory.
+// `bytes` that begin at a multiple of kMemoryLine, and are one; null: memory is used up.
 void* aligned_memory(size_t bytes);
 void free_aligned(void* memory);
-// Private zeros in whole pages, on huge pages where the system has them; null: there is no more memory.
+// Private zeros in whole pages, on huge pages where the system has them; null: memory is used up.
 void* map_memory(size_t bytes);
 void unmap_memory(void* memory, size_t bytes);
 
