@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were
 #: measured with 1 to 32 requests. In addition, bytes per vocabulary entry: the list is read once.
-ENGINE_BYTES = 9 * 2**20
+ENGINE_BYTES = 10 * 2**20
 ENGINE_WORD_BYTES = 36
 #: A tokenizer's bytes per vocabulary entry: 17 MiB for 49,152 entries, 49 MiB for 262,144.
 TOKENIZER_WORD_BYTES = 160
