@@ -181,6 +181,8 @@ native: $(CONSTRAINTS)
 	@echo "embedlm: compiling the native module ($(if $(filter host,$(LEVELS)),for this CPU: 40 seconds,2 minutes) of CPU time)"
 	@SKBUILD_CMAKE_DEFINE="EMBEDLM_LEVELS=$(LEVELS)" CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
 	  $(PIP_INSTALL) --quiet --progress-bar off --no-deps -e .
+	@$(PY) -c 'from importlib.metadata import files; exit(not any(f.name.startswith("_native.") for f in files("embedlm")))' || \
+	  echo "embedlm: the native module did not compile; this shows why: $(PY) -m pip install -v --no-deps -e ." >&2
 
 # embedlm is installed by then: this installs what the extra asks for, without a second build.
 $(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed .ci/constraints-dev.txt
