@@ -176,7 +176,9 @@ class Api:
 before["pre_safe_import_module"](Api())
 assert not any(name.partition(".")[0] in ("sdk", "torch") for name in sys.modules)
 named = {name: hook[name] for name in ("hiddenimports", "binaries", "datas")}
-print(json.dumps({**named, "aliases": Api.aliases}))
+hub = runpy.run_path(str(folder / "hook-huggingface_hub.py"))["excludedimports"]
+sources = hook["module_collection_mode"]
+print(json.dumps({**named, "aliases": Api.aliases, "sources": sources, "left out": hub}))
 """
 
 
@@ -206,6 +208,9 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
         ("py.typed", "sdk"),
     }
     assert found["aliases"]["embedlm.cli"] == "sdk.cli" and "embedlm" not in found["aliases"]
+    # Triton's kernels alone need their sources, and the hub works without its 11 MB.
+    assert found["sources"] == {"sdk": "pyz", "sdk.kernels.gpu": "pyz+py"}
+    assert found["left out"] == ["hf_xet"]
 
 
 @pytest.fixture
