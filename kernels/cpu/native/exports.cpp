@@ -6,7 +6,7 @@
 
 #include "expert_cache.hpp"
 #include "pack.hpp"
-#include "program.hpp"
+#include "runtime.hpp"
 #include "rank_group.hpp"
 #include "system.hpp"
 #include "weight_check.hpp"
