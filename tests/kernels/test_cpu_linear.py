@@ -310,6 +310,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
     wide += tables(cases, 37)
     wide += [cases.affine(37, 200, 6, 16), cases.blocks(37, 512, "q6_k")]
     wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
+    # 40 blocks of k in two panels, the second of which begins inside a super group
+    wide += [cases.blocks(37, 1280, name) for name in ("q4_k", "q5_k", "q6_k", "iq4_xs")]
     wide += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
     wide += [cases.float8(50, 300, (128, 128)), cases.float8(600, 500, (1, 500))]
     wide += [cases.float8(50, 300, (1, 32), powers=True)]

@@ -57,6 +57,20 @@ bool has_i8mm() { return false; }
 }  // namespace
 #endif
 
+bool first_cache_prefetch() {
+#if defined(__x86_64__)
+    static const bool found = [] {
+        const Registers vendor = cpuid(0, 0);
+        const bool amd = vendor.b == 0x68747541 && vendor.d == 0x69746e65 && vendor.c == 0x444d4163;
+        const unsigned one = cpuid(1, 0).a;
+        return amd && (one >> 8 & 15) + (one >> 20 & 255) >= 0x1a;
+    }();
+    return found;
+#else
+    return false;
+#endif
+}
+
 int cpu_levels() {
     int levels = 1 << kPortable;
 #if defined(__x86_64__)

@@ -19,6 +19,8 @@ enum Level {
 static_assert(kLevelCount < 31, "available_levels has a bit for each");
 
 int cpu_levels();        // bit mask: what the CPU and its operating system offer
+// Whether weights are prefetched into the first-level cache (simd.hpp): from Zen 5 on. Asks the CPU once.
+bool first_cache_prefetch();
 int available_levels();  // those of them that are in this library
 int best_level();        // of those; kPortable if there are none
 const KernelTable* kernel_table(int level);  // nullptr: not in this library

@@ -53,10 +53,14 @@ struct Panel {
     const uint8_t *later, *later_end;  // what it will read after that
     int64_t tiles;  // bytes of a block's tiles, one or two
     bool fresh;     // little of this panel has been prefetched
-    // Of both vectors. Floats [subgroups][kStripRows], zero points folded into the minima; or float16
-    // [subgroups][kTileRows] as the weight stores them (STORED), of which more is prefetched.
+    bool first_cache;  // prefetch_codes
+    // Of both vectors. Floats [subgroups][kStripRows], zero points folded into the minima; or
+    // [subgroups][kTileRows] of the type that the weight stores, of which more is prefetched.
     const uint8_t *scales[2], *minuses[2];
     int64_t scales_ahead;
+    const uint16_t *supers[2], *super_minuses[2];  // their factors, from the panel's first block on
+    int64_t supers_ahead, super_begin;  // blocks of the first factor before the panel
+    float table_scale;
     int64_t blocks;        // of the panel
     int64_t x_stride;      // Q8Blocks between rows of x
     // Bits of the blocks of a row that have a second term, words between rows; null: no row has any.
@@ -74,7 +78,7 @@ struct Panel {
 // start. With one product: what the product itself needs a little later. With more: all of the next
 // panel, a part during each product. If the first product prefetched everything, memory would be idle
 // during the others.
-INLINE void plan_prefetch(Panel* p, int64_t products) {
+INLINE void plan_prefetch(Panel* p, int64_t products, bool one_row) {
     const int64_t bytes = p->tiles * p->blocks, left = p->reach - p->start;
     const int64_t further = products > 1 && bytes > kPrefetch ? bytes : (int64_t)kPrefetch;
     const int64_t beyond = bytes + further - left;  // of what comes later
@@ -83,24 +87,58 @@ INLINE void plan_prefetch(Panel* p, int64_t products) {
     if (beyond > 0 && p->later)
         p->then_end = beyond < p->later_end - p->later ? p->later + beyond : p->later_end;
     const int64_t wanted = p->ahead_end - p->ahead + (p->then_end - p->then);
-    const int64_t lines = (wanted + 63) / 64, steps = products * p->blocks;
+    const int seconds = one_row && p->residual ? __builtin_popcount(*p->residual) : 0;
+    const int64_t lines = (wanted + 63) / 64, steps = products * (p->blocks + seconds);
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
 
+// How a product finds its scales: as floats that were made before a panel, or of this element type as the
+// weight stores them. A product of one row that makes them while it multiplies needs no store and no second
+// loop, in which memory would wait.
+enum { kMadeFloats = -1, kSuperBlocks = 256 / kTileDepth };  // and blocks of k that share a factor
+
 // Bytes of the scales of a subgroup.
-template <bool STORED>
+template <int SCALES>
 constexpr int scale_step() {
-    return STORED ? 2 * kTileRows : 4 * kStripRows;
+    return SCALES == kMadeFloats ? 4 * kStripRows : (SCALES == kF16 ? 2 : 1) * kTileRows;
 }
 
-template <bool STORED>
-INLINE VF load_scale(const uint8_t* p) {
-    return STORED ? load_half((const uint16_t*)p) : load((const float*)p);
+template <int SCALES>
+constexpr bool has_supers() {
+    return SCALES == kU8 || SCALES == kI8;
 }
 
-template <int BITS, int SUBGROUP, bool MINUS, int MR, bool STORED>
+// The scales or minima of one subgroup, as subgroup_scales makes them, but for the scale of a table.
+template <int SCALES>
+INLINE VF load_scale(const uint8_t* p, VF super) {
+    if (SCALES == kMadeFloats) return load((const float*)p);
+    const VF value = load_as(SCALES, p, 0);
+    return has_supers<SCALES>() ? mul(super, value) : value;
+}
+
+// The factors of the scales of two vectors of rows, and of their minima.
+struct SuperScales {
+    VF scale[2], minus[2];
+};
+
+// Those of block b of a panel; `prefetch_next`: and asks for what later strips need in their place.
+template <bool MINUS>
+INLINE void load_supers(const Panel* p, int64_t b, bool prefetch_next, SuperScales* to) {
+    const int64_t at = (p->super_begin + b) / kSuperBlocks * kTileRows;
+    for (int v = 0; v < 2; ++v) {
+        to->scale[v] = load_half(p->supers[v] + at);
+        if (MINUS) to->minus[v] = load_half(p->super_minuses[v] + at);
+        if (!prefetch_next) continue;
+        prefetch((const uint8_t*)(p->supers[v] + at) + p->supers_ahead);
+        if (MINUS) prefetch((const uint8_t*)(p->super_minuses[v] + at) + p->supers_ahead);
+    }
+}
+
+template <int BITS, int SUBGROUP, bool MINUS, int MR, int SCALES>
 __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, float* sums) {
-    const int kHalves = kTileDepth / SUBGROUP, kStep = scale_step<STORED>();
+    const int kHalves = kTileDepth / SUBGROUP, kStep = scale_step<SCALES>();
+    const bool kStored = SCALES != kMadeFloats, kSupers = has_supers<SCALES>();
+    const int kLineBlocks = 64 / (kHalves * kStep) > 1 ? 64 / (kHalves * kStep) : 1;  // with scales in one line
     // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
     // cycles, and two start in each cycle. ARM's cores forward the sum of a sdot to the next one.
     const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (SUBGROUP == 16 ? 1 : 2) : SUBGROUP / 8;
@@ -118,7 +156,12 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     const uint8_t *minuses0 = MINUS ? p->minuses[0] : nullptr, *minuses1 = MINUS ? p->minuses[1] : nullptr;
     const int64_t scales_ahead = p->scales_ahead;
     const int32_t less = kBeyond - p->zero;
+    const bool first_cache = p->first_cache;
     const VB table = table_of<BITS>(p->int8_table);
+    const bool kTableScale = looks_up<BITS>() && (SCALES == kI8 || SCALES == kE8M0);
+    const VF table_scale = set1(p->table_scale);
+    SuperScales super = {};
+    int64_t super_until = 0;  // the block from which on other factors are needed
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -127,10 +170,22 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     }
     for (int64_t i = 0;;) {
         const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
-        for (; ahead < stop; ahead += 64) prefetch(ahead);
+        ahead = prefetch_codes(ahead, stop, first_cache);
         if (ahead == ahead_end) {
             ahead = p->then;
             ahead_end = p->then = p->then_end;
+        }
+        if (kStored && i % kLineBlocks == 0) {
+            prefetch(scales0 + scales_ahead);
+            prefetch(scales1 + scales_ahead);
+            if (MINUS) {
+                prefetch(minuses0 + scales_ahead);
+                prefetch(minuses1 + scales_ahead);
+            }
+        }
+        if (kSupers && i == super_until) {
+            load_supers<MINUS>(p, i, true, &super);
+            super_until += kSuperBlocks - (i ? 0 : p->super_begin);
         }
         VF t0[MR], t1[MR];
 #pragma GCC unroll 2
@@ -158,12 +213,13 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
                 dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
                 dot1[c % MR] = add_int(dot1[c % MR], dot1[c]);
             }
-            const VF scale0 = load_scale<STORED>(scales0);
-            const VF scale1 = load_scale<STORED>(STORED ? scales1 : scales0 + 4 * kLanes);
+            VF scale0 = load_scale<SCALES>(scales0, super.scale[0]);
+            VF scale1 = load_scale<SCALES>(kStored ? scales1 : scales0 + 4 * kLanes, super.scale[1]);
+            if (kTableScale) scale0 = mul(scale0, table_scale), scale1 = mul(scale1, table_scale);
             VF minus0 = zero(), minus1 = zero();
             if (MINUS) {
-                minus0 = load_scale<STORED>(minuses0);
-                minus1 = load_scale<STORED>(STORED ? minuses1 : minuses0 + 4 * kLanes);
+                minus0 = load_scale<SCALES>(minuses0, super.minus[0]);
+                minus1 = load_scale<SCALES>(kStored ? minuses1 : minuses0 + 4 * kLanes, super.minus[1]);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < MR; ++r) {
@@ -175,14 +231,6 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
                     const VF sum = to_float(set1_int(kHalves == 1 ? block.sum : block.half[half]));
                     t0[r] = fnma(minus0, sum, t0[r]);
                     t1[r] = fnma(minus1, sum, t1[r]);
-                }
-            }
-            if (STORED) {
-                prefetch(scales0 + scales_ahead);
-                prefetch(scales1 + scales_ahead);
-                if (MINUS) {
-                    prefetch(minuses0 + scales_ahead);
-                    prefetch(minuses1 + scales_ahead);
                 }
             }
             scales0 += kStep, scales1 += kStep;
@@ -205,6 +253,8 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
         const int64_t b = __builtin_ctz(residual);
         residual &= residual - 1;
         x = first_block + p->to_residual + b;
+        if (kSupers) load_supers<MINUS>(p, b, false, &super);
+        super_until = -1;
         tile0 = p->codes[0] + b * step;
         tile1 = p->codes[1] + b * step;
         scales0 = p->scales[0] + b * kHalves * kStep, scales1 = p->scales[1] + b * kHalves * kStep;
@@ -232,41 +282,45 @@ INLINE int rows_at_once(int most, int64_t m) {
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
-template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
+template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void panel_rows(Panel* p, const Q8Block* x, int rows, float* sums) {
-    const int kMost = most_rows(BITS, SUBGROUP);
+    const int kMost = SCALES == kMadeFloats || SCALES == kF16 ? most_rows(BITS, SUBGROUP) : 1;
     switch (rows) {
-        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1, STORED>(p, x, sums); break;
-        case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1, STORED>(p, x, sums); break;
-        case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1, STORED>(p, x, sums); break;
-        case 2: panel_int<BITS, SUBGROUP, MINUS, 2, STORED>(p, x, sums); break;
-        default: panel_int<BITS, SUBGROUP, MINUS, 1, STORED>(p, x, sums);
+        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1, SCALES>(p, x, sums); break;
+        case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1, SCALES>(p, x, sums); break;
+        case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1, SCALES>(p, x, sums); break;
+        case 2: panel_int<BITS, SUBGROUP, MINUS, kMost >= 2 ? 2 : 1, SCALES>(p, x, sums); break;
+        default: panel_int<BITS, SUBGROUP, MINUS, 1, SCALES>(p, x, sums);
     }
 }
 
 // All rows of one pass over one k panel, for kPerBlock vectors of each block.
-template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
+template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
-    const int kMost = most_rows(BITS, SUBGROUP);
+    const int kMost = most_rows(BITS, SUBGROUP), kLaneBytes = SCALES == kMadeFloats ? 4 : scale_step<SCALES>() / kTileRows;
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
-    plan_prefetch(p, products * kPerBlock);
+    plan_prefetch(p, products * kPerBlock, m == 1);
     const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
     const uint8_t* const scales[2] = {p->scales[0], p->scales[1]};
     const uint8_t* const minuses[2] = {MINUS ? p->minuses[0] : nullptr, MINUS ? p->minuses[1] : nullptr};
+    const uint16_t* const supers[2] = {p->supers[0], p->supers[1]};
+    const uint16_t* const super_minuses[2] = {p->super_minuses[0], p->super_minuses[1]};
     for (int g = 0; g < kPerBlock; ++g) {
         for (int v = 0; v < 2; ++v) {
             const int b = (2 * g + v) / kPerBlock, lane = (2 * g + v) % kPerBlock * kLanes;
             p->codes[v] = codes[b] + lane * 4;
-            p->scales[v] = scales[b] + lane * (STORED ? 2 : 4);
-            if (MINUS) p->minuses[v] = minuses[b] + lane * (STORED ? 2 : 4);
+            p->scales[v] = scales[b] + lane * kLaneBytes;
+            if (MINUS) p->minuses[v] = minuses[b] + lane * kLaneBytes;
+            if (has_supers<SCALES>()) p->supers[v] = supers[b] + lane;
+            if (has_supers<SCALES>() && MINUS) p->super_minuses[v] = super_minuses[b] + lane;
         }
         const Q8Block* rows = x;
         const uint32_t* const residual = p->residual;
         float* to = sums + 2 * g * kLanes;
         for (int64_t left = m; left > 0;) {
             const int count = rows_at_once(kMost, left);
-            panel_rows<BITS, SUBGROUP, MINUS, STORED>(p, rows, count, to);
+            panel_rows<BITS, SUBGROUP, MINUS, SCALES>(p, rows, count, to);
             left -= count;
             rows += count * p->x_stride;
             to += count * p->sums_stride;
@@ -313,17 +367,20 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
 }
 
 // One k panel of one strip for `m` rows of x.
-template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
+template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
-    if constexpr (BITS < kLookup) {
+    if constexpr (SCALES != kMadeFloats && SCALES != kF16) {  // one row
+        rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
+        return;
+    } else if constexpr (BITS < kLookup) {
         const bool quick = BITS == 4 && SUBGROUP == 32 && !kMatrix;
         if ((BITS == 8 && !kMatrix) || m < (quick ? kExpandQuickFrom : kExpandFrom)) {
-            rows_int<BITS, SUBGROUP, MINUS, STORED>(panel, x, m, sums);
+            rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
             return;
         }
     } else if constexpr (BITS == kLookup + 4) {
         if (m < kLookUpOnceFrom) {
-            rows_int<BITS, SUBGROUP, MINUS, STORED>(panel, x, m, sums);
+            rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
             return;
         }
     }
@@ -335,10 +392,10 @@ static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums,
         panel->codes[b] = to;
     }
     panel->step = kByteTile;
-    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS, STORED>(panel, x, m, sums);
+    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
 }
 
-template <int BITS, int SUBGROUP, bool MINUS, bool STORED>
+template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, panels = panels_of(blocks), row = args->terms * blocks;
@@ -349,6 +406,7 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kPanelBlocks * per_block * kStripRows;
     uint8_t* expanded = (uint8_t*)(minuses + kPanelBlocks * per_block * kStripRows);
+    const bool first_cache = first_cache_prefetch();
     const bool again = pass < args->m;  // over the same strips: the strips after them do not come next
     const int64_t last = (again ? strips->end : strips->reach) * kStripBlocks;
     for (int64_t m = 0; m < args->m; m += pass) {
@@ -356,15 +414,18 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         Panel panel;
         panel.reach = w->codes + (last < w->row_blocks ? last : w->row_blocks) * row_bytes;
         panel.ahead = nullptr;
+        panel.first_cache = first_cache;
         panel.later = again ? nullptr : strips->then;
         panel.then = panel.then_end = panel.later ? panel.later : panel.reach;
         panel.later_end = strips->then_end;
         panel.fresh = again || !strips->resumed;
-        panel.scales_ahead = scales_ahead(w->groups * 2 * kTileRows);
+        panel.scales_ahead = scales_ahead(w->groups * scale_step<SCALES>());
+        panel.supers_ahead = scales_ahead(w->supers * 2 * kTileRows);
+        panel.table_scale = w->int8_table_scale;
         if (panel.fresh) {
             const uint8_t* start = w->codes + strips->begin * kStripBlocks * row_bytes;
             panel.ahead = start + kPrefetch < panel.reach ? start + kPrefetch : panel.reach;
-            for (; start < panel.ahead; start += 64) prefetch(start);
+            prefetch_codes(start, panel.ahead, panel.first_cache);
         }
         for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s);
@@ -377,10 +438,15 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                     const Tiles tiles = tiles_of(w, strip.block[b]);
                     panel.codes[b] = tiles.first + i * tiles.step;
                     panel.step = panel.tiles = tiles.step;
-                    if constexpr (STORED) {
-                        const int64_t at = (strip.block[b] * w->groups + i * per_block) * kTileRows;
-                        panel.scales[b] = (const uint8_t*)((const uint16_t*)w->scale + at);
-                        if (MINUS) panel.minuses[b] = (const uint8_t*)((const uint16_t*)w->minus + at);
+                    if constexpr (SCALES != kMadeFloats) {
+                        const int64_t at = (strip.block[b] * w->groups + i * per_block) * scale_step<SCALES>();
+                        const int64_t over = (strip.block[b] * w->supers + i / kSuperBlocks) * kTileRows;
+                        panel.scales[b] = (const uint8_t*)w->scale + at;
+                        if (MINUS) panel.minuses[b] = (const uint8_t*)w->minus + at;
+                        if (!has_supers<SCALES>()) continue;
+                        panel.supers[b] = (const uint16_t*)w->super_scale + over;
+                        if (MINUS) panel.super_minuses[b] = w->super_minus + over;
+                        panel.super_begin = i % kSuperBlocks;
                     } else {
                         panel.scales[b] = (const uint8_t*)(scales + b * kTileRows);
                         panel.minuses[b] = (const uint8_t*)(minuses + b * kTileRows);
@@ -400,7 +466,7 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                 panel.words = args->act.words;
                 panel.int8_table = w->int8_table;
                 panel.first = c == 0;
-                multiply_int<BITS, SUBGROUP, MINUS, STORED>(&panel, args->act.blocks + m * row + i, m_end - m,
+                multiply_int<BITS, SUBGROUP, MINUS, SCALES>(&panel, args->act.blocks + m * row + i, m_end - m,
                                                             to, expanded);
                 panel.fresh = false;
             }
@@ -409,32 +475,47 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
     }
 }
 
-// Whether each subgroup has a float16 scale, and maybe a minimum, that is used as it is: Q4_0, Q4_1, Q5_0,
-// Q5_1, Q8_0 and groups of 32 with such scales.
-INLINE bool stores_halves(const Weight* w) {
-    if (w->scale_type != kF16 || w->super_scale || w->scale_table || w->zeros) return false;
-    if (w->minus && (w->minus_type != kF16 || w->super_minus || w->zero != 0.0f)) return false;
-    return w->subgroups_per_group == 1 && w->groups * w->subgroup == w->k_blocks * kTileDepth;
+// The type of the scales that a product may use as they are stored, one for each subgroup: float16, of any number
+// of rows (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and groups of 32 with such scales); of one row, bytes with a float16
+// factor for several of them (Q4_K, Q5_K, Q6_K, IQ4_XS), and MXFP4's powers of two. Otherwise kMadeFloats.
+INLINE int stored_scales(const LinearArgs* args) {
+    const Weight* w = args->w;
+    if (!lone_groups(w)) return kMadeFloats;
+    if (w->scale_type == kF16 && !w->super_scale && !w->table && (!w->minus || (w->minus_type == kF16 && !w->super_minus)))
+        return kLoadsHalves ? kF16 : (int)kMadeFloats;
+    if (args->m > 1) return kMadeFloats;
+    if (w->scale_type == kE8M0) return w->super_scale || w->minus ? (int)kMadeFloats : kE8M0;
+    if (!w->super_scale || w->subgroups_per_super * w->subgroup != kSuperBlocks * kTileDepth) return kMadeFloats;
+    if (w->scale_type == kU8) return w->minus_type == kU8 && w->super_minus ? kU8 : (int)kMadeFloats;
+    return w->scale_type == kI8 && !w->minus ? kI8 : (int)kMadeFloats;
 }
 
-template <int BITS, bool MINUS>
-static void strips_of_32(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
-    if constexpr (kLoadsHalves && (BITS == 4 || BITS == 5 || BITS == 8))
-        if (stores_halves(args->w)) {
-            strips_int<BITS, 32, MINUS, true>(args, strips, scratch);
-            return;
-        }
-    strips_int<BITS, 32, MINUS, false>(args, strips, scratch);
+template <int BITS, int SUBGROUP, bool MINUS>
+static void strips_of(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
+    const int scales = stored_scales(args);
+    constexpr bool kHalves = kLoadsHalves && SUBGROUP == 32 && (BITS == 4 || BITS == 5 || BITS == 8);
+    constexpr bool kBytes = SUBGROUP == 32 && MINUS && (BITS == 4 || BITS == 5);
+    constexpr bool kSigned = !MINUS && ((SUBGROUP == 16 && BITS == 6) || (SUBGROUP == 32 && BITS == kLookup + 4));
+    constexpr bool kPowers = !MINUS && SUBGROUP == 32 && BITS == kLookup + 4;
+    if constexpr (kHalves)
+        if (scales == kF16) return strips_int<BITS, SUBGROUP, MINUS, kF16>(args, strips, scratch);
+    if constexpr (kBytes)
+        if (scales == kU8) return strips_int<BITS, SUBGROUP, MINUS, kU8>(args, strips, scratch);
+    if constexpr (kSigned)
+        if (scales == kI8) return strips_int<BITS, SUBGROUP, MINUS, kI8>(args, strips, scratch);
+    if constexpr (kPowers)
+        if (scales == kE8M0) return strips_int<BITS, SUBGROUP, MINUS, kE8M0>(args, strips, scratch);
+    strips_int<BITS, SUBGROUP, MINUS, kMadeFloats>(args, strips, scratch);
 }
 
 static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const bool fine = args->w->subgroup == 16, minus = args->w->minus || args->w->zeros;
     if (args->w->table) {
         switch (args->w->bits) {
-#define CASE(BITS)                                                                     \
-    case BITS:                                                                         \
-        if (fine) strips_int<kLookup + BITS, 16, false, false>(args, strips, scratch); \
-        else strips_int<kLookup + BITS, 32, false, false>(args, strips, scratch);      \
+#define CASE(BITS)                                                                    \
+    case BITS:                                                                        \
+        if (fine) strips_of<kLookup + BITS, 16, false>(args, strips, scratch);        \
+        else strips_of<kLookup + BITS, 32, false>(args, strips, scratch);             \
         break
             CASE(1);
             CASE(3);
@@ -444,12 +525,12 @@ static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
         return;
     }
     switch (args->w->bits) {
-#define CASE(BITS)                                                                    \
-    case BITS:                                                                        \
-        if (fine && minus) strips_int<BITS, 16, true, false>(args, strips, scratch);  \
-        else if (fine) strips_int<BITS, 16, false, false>(args, strips, scratch);     \
-        else if (minus) strips_of_32<BITS, true>(args, strips, scratch);              \
-        else strips_of_32<BITS, false>(args, strips, scratch);                        \
+#define CASE(BITS)                                                           \
+    case BITS:                                                               \
+        if (fine && minus) strips_of<BITS, 16, true>(args, strips, scratch); \
+        else if (fine) strips_of<BITS, 16, false>(args, strips, scratch);    \
+        else if (minus) strips_of<BITS, 32, true>(args, strips, scratch);    \
+        else strips_of<BITS, 32, false>(args, strips, scratch);              \
         break
         CASE(2);
         CASE(3);

@@ -25,6 +25,7 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kWorthSharing = 16384;
 constexpr int64_t kMinTaskWork = 8192;
 constexpr int64_t kItemTaskWork = 262144;  // of a task of attention, about 10 us
+constexpr int64_t kTaskBytes = 1 << 19;  // of the weights of a task of a large product: 15 us at 35 GB/s
 
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
@@ -105,6 +106,15 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.value_dim == b.value_dim && a.latent == b.latent && a.page_size == b.page_size &&
            a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked &&
            a.ahead == b.ahead;
+}
+
+// At least `tasks`, and one for every kTaskBytes: threads rarely read equally fast, and at the end of a product
+// of an 8B one of them waited for a quarter of what the other had.
+int64_t product_tasks(const Weight& w, int64_t items, int64_t tasks) {
+    const int64_t bytes = w.dense ? w.n * w.k * (int64_t)element_size(w.scale_type) : code_bytes(w, strips_of(w));
+    const int64_t fine = bytes / kTaskBytes;
+    const int64_t most = items < kMaxTasks ? items : (int64_t)kMaxTasks;
+    return fine < tasks ? tasks : fine < most ? fine : most;
 }
 
 void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed : *bytes; }
@@ -327,7 +337,8 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
     }
     const Weight& w = *op.linear.w;
     const int64_t items = linear_items(op.linear, pool.threads());
-    return {items, tasks_for(items, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
+    const int64_t tasks = tasks_for(items, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1));
+    return {items, tasks > 1 && !op.linear.file ? product_tasks(w, items, tasks) : tasks};
 }
 
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
