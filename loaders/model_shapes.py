@@ -19,8 +19,8 @@ from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
-#: Names of recurrent mixers in a layer.
-_MIXERS = ("conv", "linear_attn", "mamba")
+#: Names of recurrent mixers in a path.
+_MIXERS = (".conv.", ".linear_attn.", ".mamba.")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -151,7 +151,7 @@ def expected_shape(
     known = architecture(config.get("model_type"))
     if known is None or name.startswith(VISION_ROOT):  # a tower knows
         return None
-    if any(f".{mixer}." in name for mixer in _MIXERS):
+    if any(mixer in name for mixer in _MIXERS):
         return None  # the mixer knows
     if known.config.latent is not None and ".self_attn." in name:
         return None  # latent attention knows
@@ -209,10 +209,12 @@ def expected_shape(
 def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape in a folder of a vector or a convolution of a recurrent mixer that a GGUF file has
     as ``stored``; ``None`` for other tensors."""
-    if not any(f".{mixer}." in name for mixer in _MIXERS):
+    if not any(mixer in name for mixer in _MIXERS):
         return None
     if name.endswith((".conv.weight", ".conv1d.weight")) and len(stored) == 2:
         return stored[0], 1, stored[1]
+    if name.endswith(".A") and stored[1:] > (1,):  # of Mamba-1, for each number of a state
+        return stored
     return (math.prod(stored),)
 
 

@@ -190,7 +190,7 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
                 for index, own in product(range(entry.shape[0]), parts):
                     name = f"{path}.experts.{index}.{own}"
                     found[f"{name}.weight"] = checkpoint.weight(name).dequantize()
-            elif len(entry.shape) == 2:
+            elif len(entry.shape) == 2 and not entry.name.endswith(".A_log"):
                 weight = checkpoint.weight(entry.name.removesuffix(".weight"))
                 found[entry.name] = weight.dequantize()
             else:
