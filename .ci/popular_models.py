@@ -134,6 +134,7 @@ FAMILIES = (
     Family("Mamba-2, OLMo Hybrid", ("mamba2",), ("mamba2", "olmo_hybrid")),
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
     Family("Jamba", ("jamba",), ("jamba",)),
+    Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),
     Family(
         "GLM-4.5, 4.6, 4.7", ("glm4moe",), ("glm4_moe",), "router of its own",
         ("Qwen3-30B-A3B", "gpt-oss"),

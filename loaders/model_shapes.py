@@ -218,6 +218,14 @@ def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     return (math.prod(stored),)
 
 
+def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
+    """The heads of the queries or keys that the matrix ``name`` makes."""
+    key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+    each, number = config.get(f"{key}_per_layer"), name.partition("layers.")[2].partition(".")[0]
+    found: int | None = config.get(key) if each is None else each[int(number)]
+    return found or int(config["num_attention_heads"])
+
+
 def _layer_sizes(
     config: Mapping[str, Any], known: Architecture, name: str
 ) -> tuple[AttentionCache, int | None]:
@@ -233,7 +241,7 @@ def _layer_sizes(
     if rules.caches is None and rules.widths is None:
         return usual, None
     fields = Fields({**rules.defaults, **without_null(config)})
-    windows = sliding_windows(fields, layers, rules.sliding)
+    windows = sliding_windows(fields, layers, rules.sliding, tuple(rules.kinds))
     caches = [usual] * layers if rules.caches is None else rules.caches(fields, windows)
     own = caches[layer]
     shared = ".experts." in name or ".shared_experts." in name

@@ -182,8 +182,8 @@ REFUSED = (
     ),
     RefusedModels(
         _SIZES,
-        gguf=("deci", "openelm"),
-        types=("deci", "nemotron-nas", "openelm"),
+        gguf=("openelm",),
+        types=("openelm",),
     ),
     RefusedModels(_BYTES, gguf=(), types=("blt",)),
     RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
