@@ -99,6 +99,21 @@ def _space(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     return _found("the state space", place, out, slots)
 
 
+def _scan(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    *_, d, state = like
+    batch, states = _step(place)
+    width, size = state.shape[1:]
+    given = place.rows(_TOKENS, width, seed=1)
+    into, read = (place.rows(_TOKENS, size, seed=2 + i) for i in range(2))
+    dt = place.floats(_TOKENS, width, seed=4).abs()
+    a = -place.floats(width, size, seed=5).abs()
+    d = None if d is None else place.floats(width, seed=6)
+    slots = _state(place, state)
+    out = place.nan(_TOKENS, width, dtype=place.short)
+    kernel.run(given, dt, a, into, read, d, slots, batch, states, out)
+    return _found("the selective scan", place, out, slots)
+
+
 def _rates(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
     x, kind, bias, factor, limits = like
     given = place.rows(_TOKENS, x.shape[1], seed=1) * 2
@@ -123,6 +138,7 @@ STATE_CASES: dict[str, Case] = {
     "causal_conv": _conv,
     "gated_delta": _delta,
     "ssd": _space,
+    "selective_scan": _scan,
     "rates": _rates,
     "gated_norm": _gated_norm,
 }

@@ -19,7 +19,8 @@ from sdk.kernels.norm import Norm
 
 #: The most inputs that a convolution sees, its own token included.
 MAX_TAPS = 16
-#: The largest Dk of :meth:`StateOps.gated_delta` and N of :meth:`StateOps.ssd`.
+#: The largest Dk of :meth:`StateOps.gated_delta`, N of :meth:`StateOps.ssd` and
+#: :meth:`StateOps.selective_scan`.
 MAX_STATE_DIM = 512
 #: The functions of a gate of :meth:`StateOps.gated_norm`.
 NormGate = Literal["silu", "sigmoid"]
@@ -30,8 +31,8 @@ RATES: tuple[RateKind, ...] = ("sigmoid", "softplus")
 
 
 class StateOps:
-    """``Ops.states``: causal convolutions, the gated delta rule and Mamba-2's recurrence; and the
-    small operators around them.
+    """``Ops.states``: causal convolutions, the gated delta rule, the recurrences of Mamba-1 and 2;
+    and the small operators around them.
 
     Tensors of tokens may be strided views of one projection, as long as the numbers of a head, or
     of a convolution's row, are next to each other.
@@ -180,6 +181,46 @@ class StateOps:
         out = self._context.empty(tokens, heads, width, dtype=x.dtype)
         if out.numel():
             kernel = self._kernel("ssd", (x, b, d, state), head_dim=size)
+            kernel.run(x, dt, a, b, c, d, state, batch, states, out)
+        return out
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """The state space of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752): ``[T, C]``.
+
+        For each token of a channel ``S = e^(dt a) S + dt x b``, and the result is ``S c + d x``.
+        x ``[T, C]``; dt float32 ``[T, C]``, after its bias and softplus; a ``[C, N]``, negative,
+        and d ``[C]`` or none, float32; b, c ``[T, N]``, of all channels. ``state`` float32
+        ``[slots, C, N]``.
+        """
+        states = _states("selective_scan", batch)
+        tokens = batch.num_tokens
+        self._expect("selective_scan x", x, tokens, None)
+        self._expect("selective_scan b", b, tokens, None)
+        width, size = x.shape[1], b.shape[1]
+        self._expect("selective_scan c", c, tokens, size)
+        expect("selective_scan dt", dt, torch.float32, tokens, width)
+        _expect_rows("selective_scan dt", dt)
+        expect("selective_scan a", a, torch.float32, width, size)
+        if d is not None:
+            expect("selective_scan d", d, torch.float32, width)
+        if not 1 <= size <= MAX_STATE_DIM:
+            raise KernelError(
+                f"selective_scan: expected b of 1 to {MAX_STATE_DIM} numbers, found {size}"
+            )
+        _expect_state("selective_scan", state, width, size)
+        out = self._context.empty(tokens, width, dtype=x.dtype)
+        if out.numel():
+            kernel = self._kernel("selective_scan", (x, b, d, state), head_dim=size)
             kernel.run(x, dt, a, b, c, d, state, batch, states, out)
         return out
 

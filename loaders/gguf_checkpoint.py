@@ -43,7 +43,12 @@ from sdk.loaders.gguf_names import (
 )
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.mmproj_files import beside
-from sdk.loaders.model_shapes import expected_shape, mixer_shape, num_experts
+from sdk.loaders.model_shapes import (
+    expected_shape,
+    interleaved_heads,
+    mixer_shape,
+    num_experts,
+)
 from sdk.loaders.qkv_rows import delta_rows
 from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
 from sdk.quant.errors import CheckpointError
@@ -347,8 +352,7 @@ class GgufCheckpoint:
 
     def _heads(self, name: str, stored: GgufTensor) -> int:
         """Of interleaved rows."""
-        key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
-        heads: int = self.config[key]
+        heads = interleaved_heads(self.config, name)
         if stored.shape[0] % (2 * heads):
             raise self._fail(
                 stored,

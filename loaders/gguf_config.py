@@ -280,16 +280,16 @@ def _kv_heads(
     name, key = "num_key_value_heads", "attention.head_count_kv"
     if own.config.caches is None:
         return {name: keys.per_layer(key, name, layers, heads, some=some)}
-    each = keys.each_layer(key, name, layers)
-    return {name: max(each), f"{name}_per_layer": each}
+    each = keys.each_layer(key, name, layers, some=some)
+    return {name: max(1, *each), f"{name}_per_layer": each}
 
 
 def _widths(keys: Keys, own: Architecture, layers: int, none: int | None) -> dict[str, Any]:
     name = "intermediate_size"
     if own.config.widths is None:
         return {name: _width(keys, layers, none)}
-    each = keys.each_layer("feed_forward_length", name, layers)
-    return {name: max(each), f"{name}_per_layer": each}
+    each = keys.each_layer("feed_forward_length", name, layers, some=none is not None)
+    return {name: max(1, *each), f"{name}_per_layer": each}
 
 
 def _width(keys: Keys, layers: int, none: int | None) -> int:

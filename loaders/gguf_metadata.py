@@ -139,12 +139,14 @@ class Keys:
             raise self.fail(key, value, f"{layers} values")
         return [bool(one) for one in value[:layers]]
 
-    def each_layer(self, key: str, limit: str, layers: int) -> list[int]:
-        """An integer for each layer, which a file may store once."""
+    def each_layer(self, key: str, limit: str, layers: int, *, some: bool = False) -> list[int]:
+        """An integer for each layer, which a file may store once. ``some``: layers may lack it, and
+        have 0."""
         value = self.get(key)
         if not isinstance(value, np.ndarray):
             return [self.integer(key, LIMITS[limit])] * layers
         low, high = LIMITS[limit]
+        low = 0 if some else low
         wrong = not self._for_each(value, layers) or value.dtype.kind not in "iu"
         if wrong or not ((value[:layers] >= low) & (value[:layers] <= high)).all():
             raise self.fail(

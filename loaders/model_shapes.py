@@ -19,8 +19,8 @@ from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
-#: Names of recurrent mixers in a layer.
-_MIXERS = ("conv", "linear_attn", "mamba")
+#: Names of recurrent mixers in a path.
+_MIXERS = (".conv.", ".linear_attn.", ".mamba.")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -151,7 +151,7 @@ def expected_shape(
     known = architecture(config.get("model_type"))
     if known is None or name.startswith(VISION_ROOT):  # a tower knows
         return None
-    if any(f".{mixer}." in name for mixer in _MIXERS):
+    if any(mixer in name for mixer in _MIXERS):
         return None  # the mixer knows
     if known.config.latent is not None and ".self_attn." in name:
         return None  # latent attention knows
@@ -209,11 +209,21 @@ def expected_shape(
 def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape in a folder of a vector or a convolution of a recurrent mixer that a GGUF file has
     as ``stored``; ``None`` for other tensors."""
-    if not any(f".{mixer}." in name for mixer in _MIXERS):
+    if not any(mixer in name for mixer in _MIXERS):
         return None
     if name.endswith((".conv.weight", ".conv1d.weight")) and len(stored) == 2:
         return stored[0], 1, stored[1]
+    if name.endswith(".A") and stored[1:] > (1,):  # of Mamba-1, for each number of a state
+        return stored
     return (math.prod(stored),)
+
+
+def interleaved_heads(config: Mapping[str, Any], name: str) -> int:
+    """The heads of the queries or keys that the matrix ``name`` makes."""
+    key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+    each, number = config.get(f"{key}_per_layer"), name.partition("layers.")[2].partition(".")[0]
+    found: int | None = config.get(key) if each is None else each[int(number)]
+    return found or int(config["num_attention_heads"])
 
 
 def _layer_sizes(
@@ -231,7 +241,7 @@ def _layer_sizes(
     if rules.caches is None and rules.widths is None:
         return usual, None
     fields = Fields({**rules.defaults, **without_null(config)})
-    windows = sliding_windows(fields, layers, rules.sliding)
+    windows = sliding_windows(fields, layers, rules.sliding, tuple(rules.kinds))
     caches = [usual] * layers if rules.caches is None else rules.caches(fields, windows)
     own = caches[layer]
     shared = ".experts." in name or ".shared_experts." in name

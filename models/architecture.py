@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-
 #: A key that the config of a folder without a head gets, whose model embeds and does not generate.
 WITHOUT_HEAD = "without_head"
 #: What every config must state itself, or else transformers' class fills it in; besides the eps of
@@ -80,11 +79,12 @@ class DistanceBuckets(NamedTuple):
 
 class Blocks(NamedTuple):
     """What a layer consists of. Attention and a recurrent mixer in one layer read the same norm,
-    and their results are added."""
+    and their results are added. ``linear``: in their place is one matrix, which mixes nothing."""
 
     attention: bool = True
     recurrent: bool = False
     mlp: bool = True
+    linear: bool = False
 
 
 PLAIN = Blocks()

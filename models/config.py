@@ -188,7 +188,7 @@ class ModelConfig:
         :raises AlignmentError: the heads of states cannot be divided over the ranks.
         """
         if self.layer_caches:
-            return tuple(one for one in self.layer_caches if not isinstance(one, int))
+            return tuple(self._own_caches(self.num_layers))
         found = list[Cache]()
         state = None if self.recurrent is None else self.recurrent.cache(ranks)
         for layer in range(self.num_layers):
@@ -203,13 +203,20 @@ class ModelConfig:
         """The numbers of a layer's caches in :attr:`caches`, in the order in which it uses them.
         Layers may share one."""
         if self.layer_caches:
+            if not self.blocks_of(layer).attention:
+                return ()
             own = self.layer_caches[layer]
             first = own if isinstance(own, int) else layer
-            return (sum(not isinstance(one, int) for one in self.layer_caches[:first]),)
+            return (len(self._own_caches(first)),)
         counts = [int(one.attention) + int(one.recurrent) for one in self.blocks[: layer + 1]]
         if not counts:
             return (layer,)
         return tuple(range(sum(counts[:-1]), sum(counts)))
+
+    def _own_caches(self, layers: int) -> list[AttentionCache]:
+        """What the first ``layers`` of :attr:`layer_caches` have themselves."""
+        found = enumerate(self.layer_caches[:layers])
+        return [c for i, c in found if not isinstance(c, int) and self.blocks_of(i).attention]
 
     def attention_of(self, layer: int) -> AttentionCache:
         """The cache of a layer's keys and values."""

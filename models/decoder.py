@@ -68,10 +68,28 @@ class CausalLM(Protocol):
         """All projections with their paths."""
 
 
+class TokenLinear:
+    """One matrix in the place of attention (DeciLM), which every rank has as a whole."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        hidden = source.config.hidden_size
+        self.out = source.matrix(path, hidden, hidden)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`sdk.models.projections.Projection`."""
+        return self.out.rounding
+
+    def __call__(self, x: Rows, step: Step, cache: None) -> Tensor:
+        """See :class:`sdk.models.mixer.Mixer`."""
+        return self.out(x)
+
+
 class Layer:
     """One decoder layer: what mixes tokens and an MLP, each with the norms that the model has.
 
-    ``mixers``: attention, a recurrent mixer, both, whose results are added, or nothing. They and
+    ``mixers``: attention, a recurrent mixer, both, whose results are added, one matrix in their
+    place, which has no cache, or nothing. They and
     the MLP, which a layer may lack, come one after the other or are parallel: see
     ``ConfigRules.parallel_blocks``.
     """
@@ -89,7 +107,7 @@ class Layer:
             names = names._replace(before_attention=None)
         if not blocks.mlp:
             names = names._replace(before_mlp=None, after_mlp=None)
-        if not (blocks.attention or blocks.recurrent):
+        if not (blocks.attention or blocks.recurrent or blocks.linear):
             names = names._replace(before_attention=None, after_attention=None)
         norms = [
             None if name is None else source.norm(f"{path}.{name}", eps=eps)
@@ -114,6 +132,8 @@ class Layer:
             assert c.recurrent is not None
             where = f"{path}.{c.recurrent.name}"
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
+        if blocks.linear:
+            self.mixers.append(TokenLinear(source, f"{path}.self_attn.linear_attn"))
         self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
         if blocks.mlp:
             self.mlp = mlp_of(source, path, index, rules, reduce=each)
@@ -208,7 +228,8 @@ class Layer:
     def _mix(self, x: Rows, step: Step, caches: Sequence[Memory]) -> Tensor:
         """The sum of what the mixers make of x."""
         first, *others = [
-            mixer(x, step, cache) for mixer, cache in zip(self.mixers, caches, strict=True)
+            mixer(x, step, cache)
+            for mixer, cache in zip(self.mixers, caches or (None,), strict=True)
         ]
         for other in others:
             first = self.ops.add(first, other)

@@ -3,7 +3,8 @@
 A recurrent mixer has two sides. Its sizes, a :class:`~sdk.models.recurrent.RecurrentSpec`, are read
 from a config and say what it keeps of the tokens before. From these
 :class:`~sdk.models.decoder.Layer` builds the mixer itself. Each kind is one module:
-:mod:`sdk.models.short_conv`, :mod:`sdk.models.gated_delta_net`, :mod:`sdk.models.mamba2`.
+:mod:`sdk.models.short_conv`, :mod:`sdk.models.gated_delta_net`, :mod:`sdk.models.mamba`,
+:mod:`sdk.models.mamba2`.
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ def rows_of(values: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([values[start : start + count] for start, count in ranges])
 
 
-def decay_rates(source: Source, path: str, heads: int) -> Tensor:
-    """The rate at which each head forgets, below 0: float32 ``[heads]``. Folders hold its
-    logarithm; llama.cpp's converter has computed it."""
+def decay_rates(source: Source, path: str, *shape: int) -> Tensor:
+    """The rate at which each head, or each number of a channel's state, forgets, below 0: float32
+    ``shape``. Folders hold its logarithm; llama.cpp's converter has computed it."""
     if source.has(f"{path}.A"):
-        return source.vector(f"{path}.A", heads)
-    logarithm = source.vector(f"{path}.A_log", heads)
+        return source.vector(f"{path}.A", *shape)
+    logarithm = source.vector(f"{path}.A_log", *shape)
     import numpy as np
 
     from sdk.kernels.lazy_torch import torch

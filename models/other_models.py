@@ -150,12 +150,12 @@ REFUSED = (
     RefusedModels(
         _RECURRENT,
         gguf=(
-            *("arwkv7", "bailingmoe3", "glm5-next", "jamba", "kimi-k3", "kimi-linear", "mamba"),
+            *("arwkv7", "bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
             *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
         ),
         types=(
-            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "falcon_mamba", "glm5_next_text"),
-            *("jamba", "kimi_linear", "lara_mini", "mamba", "minimax", "minimax_text_01", "plamo2"),
+            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "glm5_next_text"),
+            *("kimi_linear", "lara_mini", "minimax", "minimax_text_01", "plamo2"),
             *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
         ),
@@ -182,8 +182,8 @@ REFUSED = (
     ),
     RefusedModels(
         _SIZES,
-        gguf=("deci", "openelm"),
-        types=("deci", "nemotron-nas", "openelm"),
+        gguf=("openelm",),
+        types=("openelm",),
     ),
     RefusedModels(_BYTES, gguf=(), types=("blt",)),
     RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),

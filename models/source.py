@@ -304,6 +304,28 @@ class Source:
         linear.part_of_sum = True
         return linear
 
+    def summed_rows(
+        self,
+        path: str,
+        name: str,
+        shape: tuple[int, int],
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+    ) -> Projection:
+        """Like :meth:`row`, to ``rows`` of a matrix of ``shape`` that several projections have
+        parts of: ``(start, count)``, as this rank's ``columns``. ``name``: of this one, beside
+        ``path``. With ``ACCURATE`` activation bits."""
+
+        def pull() -> Matrix:
+            weight = self._cut(path, self.pull(path, shape), "out", *rows)
+            return Matrix(self._cut(path, weight, "in", *columns), None)
+
+        where = f"{path.rpartition('.')[0]}.{name}"
+        part = Part(path, shape, 0, (rows,), columns)
+        linear = self._bound(where, pull, (part,), reduce=True, activation_bits=ACCURATE)
+        linear.part_of_sum = True
+        return linear
+
     def matrix(self, path: str, out_features: int, in_features: int) -> Projection:
         """A projection that every rank has as a whole, with a bias if the file has one."""
 

@@ -26,6 +26,10 @@ _ROUTER = re.compile(
     r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate|gate\.wg|router\.(gate|layer))"
     r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."
 )
+#: What makes time steps, b and c of Mamba-1, which are few rows or columns, and its decays.
+_OF_STEPS = re.compile(
+    r"\.(mamba|mixer)\.((x|dt)_proj(\.weight)?|A_log)$|\.ssm_((x|dt)\.weight|a)$"
+)
 #: Model types whose files store matrices as [in, out].
 _TURNED = ("openai-gpt",)
 FLOATS = ("F32", "F16", "BF16")
@@ -51,7 +55,7 @@ def is_in_block(entry: TensorEntry) -> bool:
     in_block = _IN_BLOCK.search(entry.name) is not None
     if entry.name.startswith(VISION_ROOT):
         return False  # towers stay as they are, as in most published files
-    return len(entry.shape) == 2 and in_block and not is_router(entry.name)
+    return len(entry.shape) == 2 and in_block and not stays_float(entry.name)
 
 
 def is_embedding_or_head(name: str) -> bool:
@@ -64,10 +68,17 @@ def is_router(name: str) -> bool:
     return _ROUTER.search(name) is not None
 
 
+def stays_float(name: str) -> bool:
+    """Whether a matrix of a layer stays in float: a router, or what makes Mamba-1's time steps, as
+    in published files."""
+    return is_router(name) or _OF_STEPS.search(name) is not None
+
+
 def stays_plain(name: str) -> bool:
-    """Whether a matrix of a layer stays in float in files that are written: a router, or what makes
-    the strengths and decays of a delta net, one number for each head, as in published files."""
-    return is_router(name) or _OF_HEADS.search(name) is not None
+    """Whether a matrix of a layer stays in float in files that are written: as while loading, and
+    what makes the strengths and decays of a delta net, one number for each head, as in published
+    files."""
+    return stays_float(name) or _OF_HEADS.search(name) is not None
 
 
 def online_quantized(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
@@ -104,7 +115,7 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
     def _packed(self, name: str, weight: Weight) -> Weight:
         if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
             return weight
-        if is_router(name) or name.startswith(VISION_ROOT):
+        if stays_float(name) or name.startswith(VISION_ROOT):
             return weight
         from sdk.quant.quantize import quantize_rows, quantize_without_data
 

@@ -1,7 +1,7 @@
 """Tiny transformers models with recurrent layers as GGUF files in float32.
 
 What llama.cpp's converter does to their tensors is written down here once more, from its code
-(conversion/lfm2.py, qwen.py, mamba.py, granite.py, nemotron.py, falcon_h1.py).
+(conversion/lfm2.py, qwen.py, mamba.py, granite.py, nemotron.py, falcon_h1.py, jamba.py).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ _PARTS = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
     "feed_forward.experts.down_proj": "ffn_down_exps",
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -82,6 +83,11 @@ _PARTS = {
             "dt": "ssm_dt",
             "norm": "ssm_norm",
             "out_proj": "ssm_out",
+            "x_proj": "ssm_x",
+            "dt_proj": "ssm_dt",
+            "dt_layernorm": "ssm_dt_norm",
+            "b_layernorm": "ssm_b_norm",
+            "c_layernorm": "ssm_c_norm",
         }.items()
     },
 }
@@ -110,8 +116,9 @@ def hybrid_gguf(model: Any, arch: str, facts: Facts) -> GgufBytes:
         f"attention.{eps_key}": (F32, eps),
         "vocab_size": (U32, c.vocab_size),
     }
-    if arch != "mamba2":
-        common["attention.key_length"] = common["attention.value_length"] = (U32, c.head_dim)
+    if arch not in ("mamba", "mamba2"):
+        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        common["attention.key_length"] = common["attention.value_length"] = (U32, width)
         common["attention.head_count"] = (U32, c.num_attention_heads)
     for key, value in {**common, **facts}.items():
         file.metadata[f"{arch}.{key}"] = value
@@ -152,9 +159,9 @@ def _written(name: str, values: Tensor, c: Any, arch: str) -> Iterator[tuple[str
 def _parts(stem: str, ending: str, x: Tensor, c: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a layer that one of a folder becomes."""
     if ending == "A_log":
-        yield "ssm_a", _heads(stem, -x.exp(), c, arch)
+        yield "ssm_a", -x.exp() if x.dim() == 2 else _heads(stem, -x.exp(), c, arch)
     elif ending == "D":
-        yield "ssm_d", x[:, None]
+        yield "ssm_d", x if arch in ("mamba", "jamba") else x[:, None]
     elif ending == "dt_bias":
         x = _heads(stem, x, c, arch)
         yield "ssm_dt.bias", x.flatten()
@@ -174,7 +181,7 @@ def _parts(stem: str, ending: str, x: Tensor, c: Any, arch: str) -> Iterator[tup
     elif stem == "linear_attn.in_proj_qkvz":
         yield from zip(("attn_qkv.weight", "attn_gate.weight"), _by_kind(x, c), strict=True)
     elif stem == "pre_ff_layernorm":
-        yield "ffn_norm", x
+        yield "ffn_norm.weight" if arch == "jamba" else "ffn_norm", x
     elif stem == "post_attention_layernorm" and arch.startswith("qwen"):
         yield "post_attention_norm.weight", x + 1.0
     else:

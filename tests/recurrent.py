@@ -173,6 +173,26 @@ def space(
     )
 
 
+def scan(width: int = 42, size: int = 16, *, skip: bool = True) -> Operator:
+    """``skip``: with ``d``."""
+    random = torch.Generator().manual_seed(7)
+    a = -torch.rand(width, size, generator=random) * 4 - 0.1
+    d = torch.randn(width, generator=random) if skip else None
+
+    def inputs(tokens: int, seed: int) -> Tensors:
+        random = torch.Generator().manual_seed(seed)
+        return {
+            "xbc": torch.randn(tokens, width + 2 * size, generator=random),
+            "dt": torch.nn.functional.softplus(torch.randn(tokens, width, generator=random)),
+        }
+
+    def run(ops: Ops, given: Tensors, state: Tensor, batch: AttentionBatch) -> Tensor:
+        x, b, c = given["xbc"].split([width, size, size], 1)
+        return ops.states.selective_scan(x, given["dt"], a, b, c, d, state, batch)
+
+    return Operator(f"scan{width}x{size}{'' if skip else '-plain'}", (width, size), inputs, run)
+
+
 #: One of each kind, of sizes that are no multiples of a vector's.
 OPERATORS = [
     conv(),
@@ -185,6 +205,9 @@ OPERATORS = [
     space(),
     space(4, 64, 1, 128, skip=False),
     space(3, 5, 3, 7),
+    scan(),
+    scan(7, 5, skip=False),
+    scan(64, 40),
 ]
 
 
@@ -207,6 +230,18 @@ def exact_delta(
             s += torch.outer(key, beta[t, head] * (v[t, head] - key @ s))
             out[t, head] = scale * (query @ s)
     return out, states
+
+
+def exact_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result and the last state."""
+    x, dt, a, b, c, d = (one.double() for one in (x, dt, a, b, c, d))
+    out, s = torch.empty_like(x), torch.zeros_like(a)
+    for t in range(len(x)):
+        s = s * (dt[t, :, None] * a).exp() + torch.outer(dt[t] * x[t], b[t])
+        out[t] = s @ c[t] + d * x[t]
+    return out, s
 
 
 def exact_space(

@@ -158,7 +158,14 @@ class CpuBackend:
         )
         from sdk.kernels.cpu.recode import RecodePage
         from sdk.kernels.cpu.rope import LatentRopeAndCache
-        from sdk.kernels.cpu.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
+        from sdk.kernels.cpu.states import (
+            CausalConv,
+            GatedDelta,
+            GatedNorm,
+            Rates,
+            SelectiveScan,
+            StateSpace,
+        )
         from sdk.kernels.cpu.stored_rows import ReadRows
 
         runtime = self.runtime
@@ -181,6 +188,7 @@ class CpuBackend:
             "causal_conv": (CausalConv(runtime),),
             "gated_delta": (GatedDelta(runtime),),
             "ssd": (StateSpace(runtime),),
+            "selective_scan": (SelectiveScan(runtime),),
             "rates": (Rates(runtime),),
             "gated_norm": (GatedNorm(runtime),),
         }

@@ -28,7 +28,7 @@ from zipimport import zipimporter
 from sdk.kernels.cpu.library_file import foreign
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 44
+ABI_VERSION = 45
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -442,7 +442,7 @@ class SpaceArgs(Structure):
             for name in ("x_token", "x_head", "dt_token", "dt_head", "b_token", "b_group")
         ),
         *((name, c_int64) for name in ("c_token", "c_group")),
-        *((name, c_int32) for name in ("heads", "groups", "width", "size", "splits")),
+        *((name, c_int32) for name in ("heads", "groups", "width", "size", "by_row", "splits")),
     ]
 
 

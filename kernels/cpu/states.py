@@ -146,8 +146,61 @@ class StateSpace:
             b.shape[1],
             width,
             size,
+            by_row=False,
         )
         self._runtime.run(OpKind.SPACE, args, batch.num_requests, "ssd")
+
+
+class SelectiveScan:
+    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`: to the native code it is one head
+    whose rows differ."""
+
+    name = "cpu.selective_scan"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+    ) -> None:
+        width, size = state.shape[1:]
+        args = SpaceArgs(
+            _rows(state, batch, states),
+            x.data_ptr(),
+            dt.data_ptr(),
+            _whole(a, "selective_scan a"),
+            b.data_ptr(),
+            c.data_ptr(),
+            None if d is None else _whole(d, "selective_scan d"),
+            out.data_ptr(),
+            x.stride(0),
+            0,
+            dt.stride(0),
+            0,
+            b.stride(0),
+            0,
+            c.stride(0),
+            0,
+            1,
+            1,
+            width,
+            size,
+            by_row=True,
+        )
+        self._runtime.run(OpKind.SPACE, args, batch.num_requests, "selective_scan")
 
 
 class Rates:

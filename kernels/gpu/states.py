@@ -205,6 +205,44 @@ def space_kernel(
 
 
 @triton.jit
+def scan_kernel(
+    x, dt, a, b, c, d, out, state,
+    query_start, initial, save_start, save_token, save_slot,
+    x_token, dt_token, b_token, c_token, slot_stride,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, blocks of channels). COLUMNS: SIZE or more, a power of 2."""
+    after_earlier()
+    request = tl.program_id(0)
+    t = tl.load(query_start + request).to(tl.int64)
+    end = tl.load(query_start + request + 1).to(tl.int64)
+    if t < end:
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, COLUMNS)
+        real, mask = row < WIDTH, column < SIZE
+        both = real[:, None] & mask[None, :]
+        at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+        place = state + at
+        slot = tl.load(initial + request).to(tl.int64)
+        s = tl.load(place + slot * slot_stride, mask=both & (slot >= 0), other=0.0)
+        tl.debug_barrier()  # a state may replace the one that was read
+        save, last = tl.load(save_start + request), tl.load(save_start + request + 1)
+        rate = tl.load(a + at, mask=both, other=0.0)
+        while t < end:
+            step = tl.load(dt + t * dt_token + row, mask=real, other=0.0)
+            given = tl.load(x + t * x_token + row, mask=real, other=0.0).to(tl.float32)
+            into = tl.load(b + t * b_token + column, mask=mask, other=0.0).to(tl.float32)
+            read = tl.load(c + t * c_token + column, mask=mask, other=0.0).to(tl.float32)
+            s = s * tl.exp(step[:, None] * rate) + (step * given)[:, None] * into[None, :]
+            y = tl.sum(s * read[None, :], 1)
+            if d is not None:
+                y += tl.load(d + row, mask=real, other=0.0) * given
+            tl.store(out + t * WIDTH + row, y, mask=real)
+            save = _save(place, s, both, slot_stride, save_token, save_slot, save, last, t)
+            t += 1
+
+
+@triton.jit
 def rates_kernel(
     x, bias, factor, out, x_stride, low, high,
     WIDTH: tl.constexpr, RUN: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr,
@@ -429,6 +467,54 @@ class StateSpace:
         )
 
 
+class SelectiveScan:
+    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`."""
+
+    name = "gpu.selective_scan"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+    ) -> None:
+        a, d = a.contiguous(), None if d is None else d.contiguous()
+        index = _index(batch, states)
+        expect_on_device("selective_scan", x, dt, a, b, c, d, out, state, *index)
+        width, size = state.shape[1:]
+        columns = triton.next_power_of_2(size)
+        rows = min(max(STATE_NUMBERS // columns, 1), triton.next_power_of_2(width))
+        run_kernel(
+            scan_kernel,
+            (batch.num_requests, triton.cdiv(width, rows)),
+            x,
+            dt,
+            a,
+            b,
+            c,
+            d,
+            out,
+            state,
+            *index,
+            *(tensor.stride(0) for tensor in (x, dt, b, c)),
+            state.stride(0),
+            WIDTH=width,
+            SIZE=size,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+
+
 class Rates:
     """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
 
@@ -507,6 +593,7 @@ OPS: dict[str, tuple[Any, ...]] = {
     "causal_conv": (CausalConv(),),
     "gated_delta": (GatedDelta(),),
     "ssd": (StateSpace(),),
+    "selective_scan": (SelectiveScan(),),
     "rates": (Rates(),),
     "gated_norm": (GatedNorm(),),
 }

@@ -30,7 +30,14 @@ from sdk.kernels.reference.norm import Activation, AddNormalize, Gate, GatedActi
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import LatentRopeAndCache, RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
-from sdk.kernels.reference.states import CausalConv, GatedDelta, GatedNorm, Rates, StateSpace
+from sdk.kernels.reference.states import (
+    CausalConv,
+    GatedDelta,
+    GatedNorm,
+    Rates,
+    SelectiveScan,
+    StateSpace,
+)
 
 
 def operators() -> dict[str, Sequence[Any]]:
@@ -68,6 +75,7 @@ def operators() -> dict[str, Sequence[Any]]:
         "causal_conv": (CausalConv(),),
         "gated_delta": (GatedDelta(),),
         "ssd": (StateSpace(),),
+        "selective_scan": (SelectiveScan(),),
         "rates": (Rates(),),
         "gated_norm": (GatedNorm(),),
     }

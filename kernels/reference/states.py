@@ -126,6 +126,37 @@ class StateSpace:
                 _save(state, s, saves.get(t, ()))
 
 
+class SelectiveScan:
+    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`."""
+
+    name = "reference.selective_scan"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+    ) -> None:
+        x = x.float()
+        for tokens, s, saves in _requests("selective_scan", state, batch, states):
+            for t in tokens:
+                decay = (dt[t].unsqueeze(1) * a).double().exp().float()
+                s = s * decay + (x[t] * dt[t]).unsqueeze(1) * b[t].float()
+                y = (s * c[t].float()).sum(1)
+                out[t] = y if d is None else y + d * x[t]
+                _save(state, s, saves.get(t, ()))
+
+
 class Rates:
     """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
 

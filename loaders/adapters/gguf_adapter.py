@@ -27,6 +27,7 @@ from sdk.loaders.adapters.adapter_file import (
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import gguf_name
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
+from sdk.loaders.model_shapes import interleaved_heads
 from sdk.models.architecture import GgufRules, architecture, gguf_rules
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -139,8 +140,7 @@ def _interleaved_heads(rules: GgufRules, name: str, config: Mapping[str, Any]) -
     """The number of heads of q or k if their rows are interleaved in GGUF files."""
     if not rules.interleaved_qk or not name.endswith(("q_proj", "k_proj")):
         return None
-    heads = int(config["num_attention_heads"])
-    return heads if name.endswith("q_proj") else int(config.get("num_key_value_heads") or heads)
+    return interleaved_heads(config, name)
 
 
 def _matrix(

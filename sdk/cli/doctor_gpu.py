@@ -140,7 +140,7 @@ def _latent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
 
 
 def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
-    """The same of hybrids: a delta net beside a Mamba-2."""
+    """The same of hybrids: a delta net beside a Mamba-2, and a Mamba-1."""
 
     def heads(count: int, width: int, dtype: torch.dtype = ops.activations) -> torch.Tensor:
         return torch.zeros(2, count, width, dtype=dtype, device=ops.device)
@@ -160,6 +160,12 @@ def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
         yield "gated_delta", like, {"head_dim": 128, "format": form}
     state = heads(8 * 64, 128, wide).view(2, 8, 64, 128)
     yield "ssd", (few, keys[:, :1], weight[:8, 0], state), {"head_dim": 128}
+    channels = heads(64, 16, wide)
+    yield (
+        "selective_scan",
+        (few.view(2, -1)[:, :64], few[:, 0, :16], weight[:64, 0], channels),
+        {"head_dim": 16},
+    )
     rate = x[:, :64]
     for kind in RATES:
         yield "rates", (rate, kind, weight[:64, 0], weight[:8, 0], None), {"format": kind}

@@ -21,7 +21,7 @@ from sdk.memory.weights import held_bytes, numerics_of
 from sdk.models.config import ModelConfig
 from sdk.models.source import ACCURATE
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.online import is_embedding_or_head, is_router
+from sdk.quant.online import is_embedding_or_head, stays_float
 from sdk.quant.spec import QuantSpec
 
 #: Formats that are plain floats.
@@ -96,7 +96,9 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
             accurate = (
-                is_embedding_or_head(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+                is_embedding_or_head(entry.name)
+                or stays_float(entry.name)
+                or _QKV.search(entry.name)
             )
             bits = ACCURATE if accurate else 8
             held = held_bytes(entry, device)

@@ -26,8 +26,8 @@ from sdk.quant.online import (
     FLOATS,
     LAYER_TABLES,
     is_embedding_or_head,
-    is_router,
     online_scheme,
+    stays_float,
 )
 
 if TYPE_CHECKING:
@@ -303,10 +303,10 @@ def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
 
 
 def matrix_formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
-    """Formats of the matrices of the blocks, except routers, and of embedding and head."""
+    """Formats of the matrices of the blocks that do not stay floats, and of embedding and head."""
     formats: tuple[set[str], set[str]] = set(), set()
     for entry in checkpoint.entries():
-        if len(entry.shape) > 1 and not is_router(entry.name):
+        if len(entry.shape) > 1 and not stays_float(entry.name):
             formats[is_embedding_or_head(entry.name)].add(numerics_of(config, entry))
     return formats
 

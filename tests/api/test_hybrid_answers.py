@@ -12,7 +12,7 @@ from tests.models.conftest import prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 
 NAMES = (
-    *("lfm2", "qwen3_5_text", "granitemoehybrid-experts", "falcon_h1", "mamba2"),
+    *("lfm2", "qwen3_5_text", "granitemoehybrid-experts", "falcon_h1", "mamba2", "mamba", "jamba"),
     *("qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "nemotron_h-latent", "olmo_hybrid-rotated"),
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -28,7 +28,7 @@ PROMPT = prompt(70, 5)
 #: Short convolutions, delta nets, attention beside Mamba, Mamba alone, several shapes with windows,
 #: shared keys, latents.
 NAMES = (
-    *("lfm2", "qwen3_5_text", "falcon_h1", "mamba2"),
+    *("lfm2", "qwen3_5_text", "falcon_h1", "mamba2", "jamba"),
     *("gemma4_text", "gemma4_text-e", "deepseek_v2-lite"),
 )
 

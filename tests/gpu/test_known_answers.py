@@ -229,6 +229,11 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         (heads(4, 24), heads(2, 32), rows(4, F32)[0], slots(4, 24, 32)),
         {"head_dim": 32},
     ),
+    "selective_scan": lambda: (
+        "selective_scan",
+        (rows(70), rows(16), rows(70, F32)[0], slots(70, 16)),
+        {"head_dim": 16},
+    ),
     "rates": lambda: (
         "rates",
         (rows(70), "softplus", rows(70, F32)[0], rows(7, F32)[0], (0.01, 8.0)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
-from tests.recurrent import Operator, Row, conv, delta, space
+from tests.recurrent import Operator, Row, conv, delta, scan, space
 
 CASES = [
     conv(40, 4),
@@ -21,6 +21,8 @@ CASES = [
     delta(2, 4, 7, 5, tiled=True, eps=None),
     space(),
     space(3, 5, 3, 7, skip=False),
+    scan(),
+    scan(7, 5, skip=False),
 ]
 
 

@@ -18,7 +18,9 @@ from tests.recurrent import (
     conv,
     delta,
     exact_delta,
+    exact_scan,
     exact_space,
+    scan,
     space,
 )
 
@@ -106,7 +108,7 @@ def test_a_nan_stays_in_its_request(ops: Ops, case: Operator) -> None:
     assert found[2][0].isnan().all()
 
 
-@pytest.mark.parametrize("case", [conv(), delta(), space()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [conv(), delta(), space(), scan()], ids=lambda case: case.name)
 def test_steps_and_requests_may_be_empty(ops: Ops, case: Operator) -> None:
     inputs, nothing = case.inputs(2, 8), case.inputs(0, 8)
     state = case.slots()
@@ -151,10 +153,24 @@ def test_the_state_space_is_as_exact_as_float32_is(ops: Ops) -> None:
     assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
 
 
+def test_the_selective_scan_is_as_exact_as_float32_is(ops: Ops) -> None:
+    random = torch.Generator().manual_seed(23)
+    x, b, c = (torch.randn(300, n, generator=random) for n in (50, 24, 24))
+    dt = torch.rand(300, 50, generator=random) * 0.2
+    a, d = -torch.rand(50, 24, generator=random), torch.randn(50, generator=random)
+    expected, last = exact_scan(x, dt, a, b, c, d)
+    state = torch.zeros(1, 50, 24)
+    batch = batch_of([300], [-1], [[(300, 0)]])
+    out = ops.states.selective_scan(x, dt, a, b, c, d, state, batch)
+    assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
+
+
 # ---- recorded steps, threads and levels ----------------------------------------------------------
 
+_RECORDED = [conv(600, 4), delta(), space(), scan()]
 
-@pytest.mark.parametrize("case", [conv(600, 4), delta(), space()], ids=lambda case: case.name)
+
+@pytest.mark.parametrize("case", _RECORDED, ids=lambda case: case.name)
 def test_a_recorded_step_reads_its_states_when_it_runs(ops: Ops, case: Operator) -> None:
     most = case.inputs(40, 30)
     batch = batch_of([20, 20], [-1, -1], [[(20, 1)] * 4, [(20, 2)] * 4])
@@ -190,7 +206,9 @@ def test_a_recorded_step_reads_its_states_when_it_runs(ops: Ops, case: Operator)
         assert torch.equal(state, fresh)
 
 
-@pytest.mark.parametrize("case", [delta(), space(), conv(1100, 4)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [delta(), space(), scan(), conv(1100, 4)], ids=lambda case: case.name
+)
 def test_threads_change_no_bit(case: Operator) -> None:
     """Heads are divided where threads are more than they are, and channels and tokens are."""
     inputs, found = case.inputs(150, 40), []
@@ -271,6 +289,24 @@ def test_the_state_space_is_that_of_transformers(ops: Ops, split: int) -> None:
     close(state, last[0])
 
 
+@pytest.mark.parametrize("split", [0, 70])
+def test_the_selective_scan_is_that_of_transformers(ops: Ops, split: int) -> None:
+    from transformers.models.mamba import modeling_mamba as mamba
+
+    case = scan(42, 16)
+    random = torch.Generator().manual_seed(7)
+    a = -torch.rand(42, 16, generator=random) * 4 - 0.1
+    d = torch.randn(42, generator=random)
+    inputs = case.inputs(100, 14)
+    x, b, c = (one.t()[None] for one in inputs["xbc"].split([42, 16, 16], 1))
+    expected, last = mamba.mamba_selective_scan(
+        x, inputs["dt"].t()[None], a, b, c, D=d, return_last_state=True
+    )
+    out, state = _in_two(ops, case, inputs, split)
+    close(out, expected[0].t())
+    close(state, last[0])
+
+
 @pytest.mark.parametrize("split", [0, 2, 70])
 def test_the_convolution_is_that_of_transformers(ops: Ops, split: int) -> None:
     from transformers.models.lfm2 import modeling_lfm2 as lfm2
@@ -310,7 +346,7 @@ def _in_two(
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [conv(), delta(), space()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [conv(), delta(), space(), scan()], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("initial", "saves"),
     [(SLOTS, [(2, 3)]), (-2, [(2, 3)]), (-1, [(2, SLOTS)]), (-1, [(2, -1)]), (-1, [(3, 3)])],
@@ -413,6 +449,28 @@ def test_what_does_not_fit_the_state_space_is_named(ops: Ops) -> None:
             x[:, :3], dt[:, :3], a[:3], b, b, None, state, batch
         ),
         "ssd state": lambda: run(x, dt, a, b, b, None, state[:, :3], batch),
+    }.items():
+        with pytest.raises(KernelError, match=what):
+            call()
+
+
+def test_what_does_not_fit_the_selective_scan_is_named(ops: Ops) -> None:
+    batch, state = _batch(), torch.zeros(3, 6, 8)
+    x, a, b = torch.zeros(2, 6), torch.zeros(6, 8), torch.zeros(2, 8)
+    run = ops.states.selective_scan
+    wide = torch.zeros(2, 513)
+    for what, call in {
+        "selective_scan dt": lambda: run(x, x[:, :3], a, b, b, None, state, batch),
+        "selective_scan dt: expected contiguous": lambda: run(
+            x, torch.zeros(6, 2).t(), a, b, b, None, state, batch
+        ),
+        "selective_scan a": lambda: run(x, x, a[:3], b, b, None, state, batch),
+        "selective_scan c": lambda: run(x, x, a, b, b[:1], None, state, batch),
+        "selective_scan d": lambda: run(x, x, a, b, b, x[0, :3], state, batch),
+        "b of 1 to 512 numbers, found 513": lambda: run(
+            x, x, torch.zeros(6, 513), wide, wide, None, state, batch
+        ),
+        "selective_scan state": lambda: run(x, x, a, b, b, None, state[:, :3], batch),
     }.items():
         with pytest.raises(KernelError, match=what):
             call()

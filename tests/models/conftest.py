@@ -190,7 +190,7 @@ def _as_ours(model: Any) -> dict[str, Tensor]:
                 for index, own in product(range(entry.shape[0]), parts):
                     name = f"{path}.experts.{index}.{own}"
                     found[f"{name}.weight"] = checkpoint.weight(name).dequantize()
-            elif len(entry.shape) == 2:
+            elif len(entry.shape) == 2 and not entry.name.endswith(".A_log"):
                 weight = checkpoint.weight(entry.name.removesuffix(".weight"))
                 found[entry.name] = weight.dequantize()
             else:
@@ -281,17 +281,23 @@ class Paged:
     """A model with its pages and states; every request gets shuffled ones, filled with noise."""
 
     def __init__(
-        self, model: CausalLM, kv_heads: int | None = None, pages: int = 64, ranks: int = 1
+        self,
+        model: CausalLM,
+        kv_heads: int | Sequence[int] | None = None,
+        pages: int = 64,
+        ranks: int = 1,
     ) -> None:
+        """``kv_heads``: of this rank in every cache, or in each."""
         c = model.config
         generator = torch.Generator().manual_seed(7)
         self.model = model
         caches = c.rank_caches(ranks) if c.causal else c.caches[:1]
+        each = kv_heads if isinstance(kv_heads, Sequence) else [kv_heads] * len(caches)
         self.kv: list[KVPages | LayerState] = [
             _state(cache, generator)
             if isinstance(cache, StateCache)
-            else _pages(cache, kv_heads or cache.kv_heads, pages, generator)
-            for cache in caches
+            else _pages(cache, heads or cache.kv_heads, pages, generator)
+            for cache, heads in zip(caches, each, strict=True)
         ]
         self.free = torch.randperm(pages, generator=generator).tolist()
         self.tables: dict[str, list[int]] = {}

@@ -142,6 +142,10 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
             },
         ),
         "llama4_text": ({"num_experts_per_tok": 1, "attention_chunk_size": 24},),
+        "jamba": (
+            {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16},
+            {"attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 1},
+        ),
         "lfm2": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "lfm2_moe": ({"layer_types": ["conv", "conv", _FULL, "conv"]},),
         "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},),

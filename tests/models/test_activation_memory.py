@@ -84,6 +84,8 @@ MIXERS = [
     "falcon_h1",
     "nemotron_h",
     "mamba2",
+    "falcon_mamba",
+    "jamba",
     "olmo_hybrid",
     "gemma4_text-e",
     "gemma4_text-experts",

@@ -39,7 +39,7 @@ from tests.models.test_model_architectures import ARCHITECTURES, LATENT, V3
 #: Models with recurrent layers.
 HYBRIDS = (
     *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
-    "mamba2",
+    *("mamba2", "mamba", "falcon_mamba", "jamba"),
 )
 
 Load = Callable[..., Any]

@@ -133,6 +133,32 @@ def alone(c: Any) -> Facts:
     return {**mamba(c), "feed_forward_length": (U32, 0), "attention.head_count": (U32, 0)}
 
 
+def first(c: Any) -> Facts:
+    return {
+        "ssm.conv_kernel": (U32, c.conv_kernel),
+        "ssm.state_size": (U32, c.state_size),
+        "ssm.inner_size": (U32, c.intermediate_size),
+        "ssm.time_step_rank": (U32, c.time_step_rank),
+        "ssm.dt_b_c_rms": (BOOL, c.model_type == "falcon_mamba"),
+        "feed_forward_length": (U32, 0),
+        "attention.head_count": (U32, 0),
+    }
+
+
+def jamba(c: Any) -> Facts:
+    kinds = c.layer_types
+    return {
+        "ssm.conv_kernel": (U32, c.mamba_d_conv),
+        "ssm.state_size": (U32, c.mamba_d_state),
+        "ssm.inner_size": (U32, c.mamba_expand * c.hidden_size),
+        "ssm.time_step_rank": (U32, c.mamba_dt_rank),
+        "feed_forward_length": (U32, c.intermediate_size),
+        "attention.head_count_kv": layers(kinds, c.num_key_value_heads, "full_attention"),
+        "expert_count": (U32, c.num_experts),
+        "expert_used_count": (U32, c.num_experts_per_tok),
+    }
+
+
 def short_experts(c: Any) -> Facts:
     dense = {"leading_dense_block_count": (U32, c.num_dense_layers), "expert_gating_func": (U32, 2)}
     return {**short(c), **experts(c), **dense}
@@ -157,6 +183,10 @@ FILES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Facts]]] = {
     "falcon_h1": ("falcon-h1", {}, falcon),
     "falcon_h1-gate-alone": ("falcon-h1", {}, falcon),
     "mamba2": ("mamba2", {}, alone),
+    "mamba": ("mamba", {}, first),
+    "falcon_mamba": ("mamba", {"mixer_rms_eps": 0.02, "layer_norm_epsilon": 0.02}, first),
+    "jamba": ("jamba", {}, jamba),
+    "jamba-dense": ("jamba", {}, jamba),
 }
 
 
@@ -246,6 +276,7 @@ def kept(name: str) -> tuple[tuple[Any, ...], list[tuple[int, ...]]]:
         ("lfm2", 4, [(3, 16)]),
         ("granitemoehybrid-experts", 2, [(3, 64 + 2 * 12), (4, 16, 12)]),
         ("qwen3_5_text", 2, [(3, 2 * 8 + 2 * 12), (2, 8, 12)]),
+        ("mamba", 4, [(3, 32), (32, 12)]),
     ],
 )
 def test_ranks_have_equal_parts_of_a_state(
@@ -261,6 +292,7 @@ def test_ranks_have_equal_parts_of_a_state(
     [
         ("lfm2", {}, 3, "cannot split 64 channels of short convolutions over 3 ranks"),
         ("qwen3_5_text", {}, 4, "cannot split 2 key heads of delta nets over 4 ranks"),
+        ("mamba", {}, 3, "cannot split 128 channels of Mamba-1 over 3 ranks"),
         ("mamba2", {"n_groups": 1}, 2, "cannot split 1 groups of Mamba-2 over 2 ranks"),
         ("falcon_h1", {"mamba_n_groups": 2}, 3, "cannot split 2 groups of Mamba-2 over 3 ranks"),
     ],
@@ -311,6 +343,7 @@ def test_ranks_of_a_file_with_tiled_heads_have_all_heads_of_keys(
             "linear_conv_kernel_dim: expected at least",
         ),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act: expected silu, found gelu"),
+        ("mamba", {"conv_kernel": 1}, "mamba_d_conv: expected at least 2 tokens, found 1"),
         ("mamba2", {"conv_kernel": 1}, "mamba_d_conv: expected at least 2 tokens, found 1"),
         ("mamba2", {"n_groups": 3}, "mamba_n_groups: expected a divisor of 8 heads, found 3"),
         (
@@ -360,6 +393,7 @@ def test_convolutions_with_other_channels_are_refused_by_name(load: Load) -> Non
             "recurrent_layers is .*expected 3 values",
         ),
         ("lfm2", {"shortconv.l_cache": (U32, 1)}, "shortconv.l_cache is 1, expected an integer"),
+        ("mamba", {"ssm.time_step_rank": (U32, 0)}, "time_step_rank is 0, expected an integer"),
         ("mamba2", {"ssm.group_count": (U32, 9)}, "ssm.group_count is 9, expected an integer"),
     ],
 )

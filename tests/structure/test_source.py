@@ -313,6 +313,8 @@ NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk
 NAMES_MODELS += ("loaders/mistral_params.py", "sdk/api/other_names.py", "models/architectures/")
 NAMES_MODELS += ("models/vision/",)
 NAMES_MODELS += ("sdk/testing/tiny_models.py",)
+#: Mixers, which are called in a layer like the model that had them first.
+NAMES_MODELS += ("models/mamba.py", "models/mamba2.py")
 #: Which models have which image processor.
 NAMES_MODELS += ("sdk/images/processors/__init__.py",)
 #: Written from what the files say.

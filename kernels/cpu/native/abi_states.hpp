@@ -52,6 +52,8 @@ struct DeltaArgs {
 };
 
 // S = e^(dt a) S + dt x b^T, out = S c + d x, for each token of a head; a state is [heads][width][size].
+// With by_row each row of a state has its own dt and d, next to each other, and each number of it its own a
+// (Mamba-1): a is [heads][width][size], d [heads][width].
 struct SpaceArgs {
     StateRows rows;
     const float *x, *dt, *a, *b, *c;
@@ -59,6 +61,7 @@ struct SpaceArgs {
     float* out;      // [T, heads, width]
     int64_t x_token, x_head, dt_token, dt_head, b_token, b_group, c_token, c_group;
     int32_t heads, groups, width, size;
+    int32_t by_row;
     int32_t splits;  // parts of the rows of a head; set by the runtime
 };
 

@@ -1,4 +1,4 @@
-// The gated delta rule and Mamba-2's recurrence, token by token.
+// The gated delta rule and the recurrences of Mamba-1 and 2, token by token.
 //
 // Each number of a state is computed from the same numbers in the same order, whichever tokens a step has:
 // results have the same bits one by one, in chunks and in a batch. What a state's part needs from all of it
@@ -277,9 +277,9 @@ static void delta(const DeltaArgs* a, int64_t begin, int64_t end, uint8_t* scrat
     }
 }
 
-// ---- Mamba-2 ---------------------------------------------------------------------------------------------
+// ---- Mamba-1 and 2 ---------------------------------------------------------------------------------------
 
-// Some tokens of a head, with b and c side by side.
+// Some tokens of a head, with b and c side by side; with by_row each row has its own dt and decays.
 struct SpaceChunk {
     float *b, *c;  // [kSpaceTokens][size]
     float decay[kSpaceTokens], dt[kSpaceTokens];
@@ -293,6 +293,7 @@ static void prepare_space(const SpaceArgs* a, SpaceChunk* chunk) {
         const int64_t token = chunk->first + t;
         memcpy(chunk->b + t * a->size, a->b + token * a->b_token + group * a->b_group, bytes);
         memcpy(chunk->c + t * a->size, a->c + token * a->c_token + group * a->c_group, bytes);
+        if (a->by_row) continue;
         chunk->dt[t] = a->dt[token * a->dt_token + chunk->head * a->dt_head];
         chunk->decay[t] = exp_of_one(chunk->dt[t] * a->a[chunk->head]);
     }
@@ -302,7 +303,7 @@ static_assert(kSpaceRows == 4, "the sums of four rows are reduced together");
 enum { kSpaceAhead = 2048 };  // floats between what is prefetched and what is read
 
 // All tokens of a chunk, or its only ONE, for R rows of a state.
-template <int R, bool ONE>
+template <int R, bool ONE, bool BY_ROW>
 static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float* from, float* to,
                        int64_t row) {
     const int64_t size = a->size, body = size / kLanes * kLanes;
@@ -310,11 +311,13 @@ static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float*
         const int64_t token = chunk->first + t;
         const float* x = a->x + token * a->x_token + chunk->head * a->x_head + row;
         const float *b = chunk->b + t * size, *c = chunk->c + t * size;
-        const float decay = chunk->decay[t];
+        const float* own = a->dt + token * a->dt_token + chunk->head * a->dt_head + row;
+        const float* dt = BY_ROW ? own : chunk->dt + t;
+        const float* rates = a->a + (BY_ROW ? (chunk->head * a->width + row) * size : 0);
         float change[R], total[R];
         VF sums[R];
         for (int r = 0; r < R; ++r) {
-            change[r] = chunk->dt[t] * x[r];
+            change[r] = dt[BY_ROW ? r : 0] * x[r];
             sums[r] = zero();
         }
         for (int64_t n = 0; n < body; n += kLanes) {
@@ -322,7 +325,9 @@ static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float*
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * size + n;
                 if (ONE) prefetch(from + at + kSpaceAhead);
-                const VF s = fma(set1(change[r]), in, mul(set1(decay), load(from + at)));
+                VF decay = set1(chunk->decay[t]);
+                if (BY_ROW) decay = exp_of(mul(set1(dt[r]), load(rates + r * size + n)));
+                const VF s = fma(set1(change[r]), in, mul(decay, load(from + at)));
                 store(to + at, s);
                 sums[r] = fma(s, read, sums[r]);
             }
@@ -332,12 +337,24 @@ static void space_rows(const SpaceArgs* a, const SpaceChunk* chunk, const float*
         for (int64_t n = body; n < size; ++n)
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * size + n;
+                const float decay = BY_ROW ? exp_of_one(dt[r] * rates[r * size + n]) : chunk->decay[t];
                 to[at] = change[r] * b[n] + decay * from[at];
                 total[r] += to[at] * c[n];
             }
         float* out = a->out + (token * a->heads + chunk->head) * a->width + row;
-        for (int r = 0; r < R; ++r) out[r] = a->d ? total[r] + a->d[chunk->head] * x[r] : total[r];
+        const float* skip = a->d ? a->d + (BY_ROW ? chunk->head * a->width + row : chunk->head) : nullptr;
+        for (int r = 0; r < R; ++r) out[r] = skip ? total[r] + skip[BY_ROW ? r : 0] * x[r] : total[r];
     }
+}
+
+template <bool BY_ROW>
+static void space_chunk(const SpaceArgs* a, const SpaceChunk* chunk, const float* from, float* to,
+                        int64_t row, int64_t last) {
+    for (; row + kSpaceRows <= last; row += kSpaceRows) {
+        if (chunk->count == 1) space_rows<kSpaceRows, true, BY_ROW>(a, chunk, from, to, row);
+        else space_rows<kSpaceRows, false, BY_ROW>(a, chunk, from, to, row);
+    }
+    for (; row < last; ++row) space_rows<1, false, BY_ROW>(a, chunk, from, to, row);
 }
 
 static void space(const SpaceArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
@@ -362,12 +379,8 @@ static void space(const SpaceArgs* a, int64_t begin, int64_t end, uint8_t* scrat
             chunk.first = walk.at;
             chunk.count = next_chunk(&walk);
             prepare_space(a, &chunk);
-            int64_t row = first;
-            for (; row + kSpaceRows <= last; row += kSpaceRows) {
-                if (chunk.count == 1) space_rows<kSpaceRows, true>(a, &chunk, walk.from, walk.to, row);
-                else space_rows<kSpaceRows, false>(a, &chunk, walk.from, walk.to, row);
-            }
-            for (; row < last; ++row) space_rows<1, false>(a, &chunk, walk.from, walk.to, row);
+            if (a->by_row) space_chunk<true>(a, &chunk, walk.from, walk.to, first, last);
+            else space_chunk<false>(a, &chunk, walk.from, walk.to, first, last);
             end_chunk(&walk, chunk.count, first * size, 1, (last - first) * size, 0);
         }
     }

@@ -68,7 +68,8 @@ StatePlan plan_space(SpaceArgs* a, int threads) {
     const int64_t heads = active_requests(a->rows) * a->heads;
     a->splits = splits_of(heads, (a->width + kSpaceRows - 1) / kSpaceRows, threads);
     const int64_t floats = 2 * kSpaceTokens * a->size + spare_state(a);
+    const int64_t each = a->by_row ? 16 : 4;  // an exponential for each number
     return {a->rows.requests * a->heads * a->splits,
-            4 * all_tokens(a->rows) * a->heads * a->width * (int64_t)a->size,
+            each * all_tokens(a->rows) * a->heads * a->width * (int64_t)a->size,
             (size_t)floats * sizeof(float)};
 }

@@ -3,7 +3,7 @@
 //
 // A convolution depends on the inputs before a token, not on its results: an item is a chunk of a request's
 // tokens and a block of channels. The first chunk of a request reads its state and writes all that it leaves.
-// An item of the other two is a head of a request, or some of its columns (delta rule) or rows (Mamba-2),
+// An item of the other two is a head of a request, or some of its columns (delta rule) or rows (Mamba),
 // which do not depend on each other, if there are fewer heads than threads want. Its tokens run in order.
 #pragma once
 

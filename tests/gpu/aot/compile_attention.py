@@ -221,7 +221,8 @@ def run_adapters(short: torch.dtype) -> None:
 
 
 def run_states(short: torch.dtype) -> None:
-    """Of Qwen3.5's delta nets and those with a decay for each row, Granite 4's Mamba-2, LFM2."""
+    """Of Qwen3.5's delta nets and those with a decay for each row, Granite 4's Mamba-2, Mamba-1,
+    LFM2."""
     batch = batch_of([9, 1], 9)
     index = torch.zeros(2, dtype=torch.int32)
     rows = StateBatch(index, torch.zeros(3, dtype=torch.int32), index, index)
@@ -239,6 +240,10 @@ def run_states(short: torch.dtype) -> None:
     b, c = x[:, 3072:3200].unsqueeze(1), x[:, 3200:3328].unsqueeze(1)
     for d in (dt[0], None):
         states.StateSpace().run(out, dt, dt[0], b, c, d, state, batch, rows, out)
+    state, a = torch.zeros(4, 2048, 16), torch.zeros(2048, 16)
+    for d in (a[:, 0], None):
+        scan = (parts[0], parts[1].float(), a, x[:, :16], x[:, 16:32], d, state, batch, rows)
+        states.SelectiveScan().run(*scan, parts[2])
     rate = x[:, :48]
     states.Rates().run(rate, "softplus", dt[0], dt[0], None, dt)
     states.Rates().run(rate, "softplus", dt[0], None, (0.0, 1.0), dt)
