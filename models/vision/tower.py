@@ -433,13 +433,15 @@ class TileGroup:
         return x if tower.norm_before is None else ops.norm(x, tower.norm_before)
 
     def _with_class(self, x: Tensor, tiles: Sequence[Tile], row: Tensor) -> Tensor:
-        """With a row before those of each tile, which the results leave out."""
+        """With a row before those of each tile, which the results leave out, or which alone they
+        have (``VisionConfig.class_token``)."""
         whole, first, kept = self._tower.ops.empty(self.patches, x.shape[1]), 0, []
         for number, (_, where) in enumerate(tiles):
             count, begin = len(where.rows), first + number + 1
             whole[begin - 1] = row
             whole[begin : begin + count] = x[first : first + count]
-            kept.append(np.arange(begin, begin + count))
+            own = (begin - 1, begin) if self._tower.config.dual else (begin, begin + count)
+            kept.append(np.arange(*own))
             first += count
         self._kept = torch.from_numpy(np.concatenate(kept)).to(x.device)
         return whole

@@ -29,10 +29,11 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.job_runner import BatchedCall, JobBatch
 from sdk.requests.pairs import pair_template, read_pair
+from sdk.requests.pooling_prompts import PoolingPrompts
 from sdk.requests.progress import Advice
 from sdk.requests.prompt_kinds import check_salt
 from sdk.requests.prompts import Prompt, PromptReader, as_list
-from sdk.requests.vectors import Wanted, max_similarity, similarity, with_text_before
+from sdk.requests.vectors import Wanted, max_similarity, similarity
 
 _PLAIN = Wanted()
 #: Names of prompts for the two sides of a search, sentence-transformers' and those of models.
@@ -60,6 +61,7 @@ class PoolingRequests:
         self._advice = advice
         self._job_maker = job_maker
         self._reader = reader
+        self._prompts = PoolingPrompts(reader)
         self._classifier = classifier
 
     def embed(
@@ -98,42 +100,11 @@ class PoolingRequests:
     def read(
         self, prompts: Any, truncate: int | None = None, wanted: Wanted | None = None
     ) -> list[Prompt]:
-        """Prompts for a call that generates nothing. Those that were read stay as they are.
-
-        ``wanted``: of embeddings, so that the files' prompt is put before texts and their longest
-        text counts; None: of hidden states or classes. A text that is cut loses its end.
-
-        :raises RequestError: one is invalid or too long.
-        """
-        params = SamplingParams(truncate_prompt_tokens=truncate)
-        if wanted is None:
-            return [self._read_one(item, params) for item in as_list(prompts)]
-        head = self._embedding_head()
-        text = wanted.text_before(head)
-        most = None if head is None else head.max_tokens
-        if most is not None and truncate == -1:
-            most = min(most, self._reader.max_model_len)
-            params = SamplingParams(truncate_prompt_tokens=most)
-        skip = 0
-        if head is not None and not head.include_prompt and text:
-            skip = self._reader.tokens_before(text)
-        lower = head is not None and head.lower_case
-        found: list[Prompt] = []
-        for item in as_list(prompts):
-            if not isinstance(item, Prompt):
-                item = with_text_before(item, text, asked=wanted.asks, lower=lower)
-            one = self._read_one(item, params)
-            if most is not None and truncate is None and len(one.token_ids) > most:
-                raise RequestError(
-                    f"prompt: {len(one.token_ids)} tokens, but the model was trained for texts of "
-                    f"{most} (max_seq_length in its files); shorten it, or set "
-                    "truncate_prompt_tokens=-1 to keep its beginning"
-                )
-            found.append(replace(one, skip=skip) if skip and one.text is not None else one)
-        return found
-
-    def _read_one(self, item: Any, params: SamplingParams) -> Prompt:
-        return item if isinstance(item, Prompt) else self._reader.read(item, params, room=0)
+        """See :meth:`PoolingPrompts.read`."""
+        head = self._head_of_files if wanted is None else self._embedding_head()
+        return self._prompts.read(
+            prompts, truncate, wanted, None if isinstance(head, str) else head
+        )
 
     def encode(
         self,
@@ -399,7 +370,10 @@ class PoolingRequests:
                 one._replace(outputs=PoolingOutput(table))
                 for one, table in zip(found, tables, strict=True)
             ]
-        rows = [head(one.outputs.data, of.skip) for one, of in zip(found, read, strict=True)]
+        rows = [
+            (head.of_image if of.images else head)(one.outputs.data, of.skip)
+            for one, of in zip(found, read, strict=True)
+        ]
         if normalize:
             rows = [unit(row) for row in rows]
         return [
