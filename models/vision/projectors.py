@@ -14,7 +14,7 @@ import numpy as np
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.norm import Norm
 from sdk.models.vision.config import VisionConfig
-from sdk.quant.errors import CheckpointError
+from sdk.models.vision.stored import stored
 
 if TYPE_CHECKING:
     from sdk.kernels.mlp_activations import Activation
@@ -178,42 +178,28 @@ class AttentionPool:
         self.ops, self.patches = source.ops, config.merge**2
         self.heads, self.width = tower.num_heads, tower.hidden_size
         self.activation, self.slope = tower.activation, tower.activation_slope
+        self.biases = source.vector(f"{PATH}.attention.in_proj_bias", 3 * self.width)
         self.scores = source.given(f"{PATH}.scores", lambda: self._folded(source))
-        self.values = source.given(f"{PATH}.values", lambda: self._stored(source)[0][2])
-        bias = self._stored(source, matrix=False)[1][2]
-        self.bias = bias.to(source.ops.device)
+        self.values = source.given(f"{PATH}.values", lambda: self._inputs(source)[2])
         self.out = source.matrix(f"{PATH}.attention.out_proj", self.width, self.width)
         self.norm = source.norm(f"{PATH}.layernorm")
         self.first = source.matrix(f"{PATH}.mlp.fc1", tower.intermediate_size, self.width)
         self.second = source.matrix(f"{PATH}.mlp.fc2", config.hidden_size, tower.intermediate_size)
 
-    def _stored(self, source: Source, *, matrix: bool = True) -> tuple[Tensor, Tensor]:
-        """The matrices of queries, keys and values, ``[3, width, width]``, and their biases."""
-        width, found = self.width, []
-        for name, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
-            if name == "weight" and not matrix:
-                found.append(torch.empty(0))
-                continue
-            path = f"{PATH}.attention.in_proj_{name}"
-            values = source.checkpoint.tensor(path).to(torch.float32)
-            if tuple(values.shape) != shape:
-                raise CheckpointError(
-                    f"{path.replace('model', 'vision', 1)}: expected shape {list(shape)}, found "
-                    f"{list(values.shape)}"
-                )
-            found.append(values.view(3, width, *shape[1:]))
-        return found[0], found[1]
+    def _inputs(self, source: Source) -> Tensor:
+        """The matrices of queries, keys and values, float32 ``[3, width, width]``."""
+        shape = (3 * self.width, self.width)
+        found = stored(source, "projector.attention.in_proj_weight", shape, keep=False)
+        return found.view(3, self.width, self.width)
 
     def _folded(self, source: Source) -> Tensor:
         """float32 ``[heads, width]``."""
-        every, biases = (x.numpy(force=True).astype(np.float64) for x in self._stored(source))
-        probe = source.checkpoint.tensor(f"{PATH}.probe").to(torch.float32)
-        if tuple(probe.shape) != (1, 1, self.width):
-            raise CheckpointError(
-                f"vision.projector.probe: expected shape {[1, 1, self.width]}, found "
-                f"{list(probe.shape)}"
-            )
-        query = every[0] @ probe.numpy(force=True).reshape(-1).astype(np.float64) + biases[0]
+        probe = stored(source, "projector.probe", (1, 1, self.width), keep=False)
+        every, biases, start = (
+            x.numpy(force=True).astype(np.float64)
+            for x in (self._inputs(source), self.biases, probe.flatten())
+        )
+        query = every[0] @ start + biases[: self.width]
         size = self.width // self.heads
         keys = every[1].reshape(self.heads, size, self.width)
         scores = np.einsum("hs,hsw->hw", query.reshape(self.heads, size), keys) * size**-0.5
@@ -223,7 +209,7 @@ class AttentionPool:
         """See :class:`sdk.models.vision.family.Projector`; whole tiles."""
         pooled = self.values(self._means(x)).view(-1, self.heads, self.heads, self._head)
         own = torch.arange(self.heads, device=x.device)
-        joined = pooled[:, own, own].reshape(-1, self.width) + self.bias
+        joined = pooled[:, own, own].reshape(-1, self.width) + self.biases[2 * self.width :]
         x = self.out(joined)
         y = self.ops.scale(self.first(self.ops.norm(x, self.norm)), self.slope)
         y = self.ops.scale(self.ops.activation(y, self.activation), 1 / self.slope)

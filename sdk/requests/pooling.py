@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.kernels.host.torch_import import torch_module
-from sdk.models.classifier import Classifier
+from sdk.models.classifier import Classifier, probabilities
 from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_maker import JobMaker
@@ -34,6 +33,7 @@ from sdk.requests.progress import Advice
 from sdk.requests.prompt_kinds import check_salt
 from sdk.requests.prompts import Prompt, PromptReader, as_list
 from sdk.requests.vectors import Wanted, max_similarity, similarity
+from sdk.requests.zero_shot import check_pictures, checked_labels, contrast_of, matches
 
 _PLAIN = Wanted()
 #: Names of prompts for the two sides of a search, sentence-transformers' and those of models.
@@ -143,9 +143,14 @@ class PoolingRequests:
         truncate: int | None,
         lora: Any = None,
         tenant: str | None = None,
+        labels: Any = None,
     ) -> BatchedCall[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         check_flags(use_activation=use_activation)
+        if labels is not None:
+            return (
+                yield from self._matched(prompts, labels, use_activation, truncate, lora, tenant)
+            )
         classifier = self._need_classifier()
         read = self._job_maker.adapted(self.read(prompts, truncate), lora)
         found = yield from self._classes(read, tenant, classifier)
@@ -410,12 +415,45 @@ class PoolingRequests:
             for one in found
         ]
 
+    def _matched(
+        self,
+        prompts: Any,
+        labels: Any,
+        use_activation: bool,
+        truncate: int | None,
+        lora: Any,
+        tenant: str | None,
+    ) -> BatchedCall[list[ClassificationOutput]]:
+        """How well texts match images, in one batch."""
+        head = self._embedding_head()
+        contrast, names = contrast_of(head), checked_labels(labels)
+        assert head is not None
+        pictures = self.read(prompts, truncate)
+        check_pictures(pictures)
+        read = self._job_maker.adapted([*pictures, *self.read(names, truncate, _PLAIN)], lora)
+        found = yield from self._headed(head, read, tenant)
+        texts = [one.outputs.data for one in found[len(pictures) :]]
+        return [
+            ClassificationOutput(
+                one.request_id,
+                one.prompt_token_ids,
+                matches(contrast, one.outputs.data, texts, use_activation),
+                list(names),
+                metrics=one.metrics,
+            )
+            for one in found[: len(pictures)]
+        ]
+
     def _probs(self, classifier: Classifier, one: PoolingRequestOutput, use: bool) -> list[Any]:
         """Probabilities or logits of a text, or of each of its tokens."""
         if classifier.per_token:
             rows = one.outputs.data.tolist()
-            return [probabilities(classifier, row) for row in rows] if use else rows
-        return probabilities(classifier, one.outputs.data) if use else list(one.outputs.data)
+            return [probabilities(classifier.activation, row) for row in rows] if use else rows
+        return (
+            probabilities(classifier.activation, one.outputs.data)
+            if use
+            else list(one.outputs.data)
+        )
 
     def _head(self, classifier: Classifier) -> Pooling:
         if classifier.steps:
@@ -447,7 +485,9 @@ class PoolingRequests:
         read = self._job_maker.adapted(read, lora)
         found = yield from self._classes(read, tenant, classifier)
         return [
-            ScoringOutput(one.request_id, probabilities(classifier, one.outputs.data)[relevant])
+            ScoringOutput(
+                one.request_id, probabilities(classifier.activation, one.outputs.data)[relevant]
+            )
             for one in found
         ]
 
@@ -472,25 +512,6 @@ def relevant_class(classifier: Classifier) -> int:
         f"{safe_repr(list(classifier.labels))}, which do not say how well two texts match; "
         "expected a single class, or the classes yes and no. Use classify"
     )
-
-
-def probabilities(classifier: Classifier, logits: Sequence[float]) -> list[float]:
-    """The classes' probabilities, from the logits of the head."""
-    logits = list(logits)
-    if classifier.activation == "softmax":
-        best = max(logits)
-        parts = [math.exp(value - best) for value in logits]
-        total = math.fsum(parts)
-        return [part / total for part in parts]
-    if classifier.activation == "sigmoid":
-        return [_sigmoid(value) for value in logits]
-    return logits
-
-
-def _sigmoid(value: float) -> float:
-    if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    return math.exp(value) / (1 + math.exp(value))
 
 
 def embedding_of(output: Output) -> EmbeddingOutput:

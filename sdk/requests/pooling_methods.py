@@ -97,6 +97,7 @@ class PoolingMethods:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
+        labels: Sequence[str] | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
@@ -105,12 +106,15 @@ class PoolingMethods:
     ) -> list[ClassificationOutput]:
         """Each prompt's classes, with a checkpoint that has a classification head.
 
-        ``use_activation=False`` returns logits instead of probabilities.
+        ``labels``: with a dual encoder (CLIP, SigLIP), whose prompts are images then: texts that
+        are classes ("zero-shot"). The probabilities of SigLIP are independent of each other, those
+        of CLIP add up to 1. ``use_activation=False`` returns logits instead of probabilities.
 
-        :raises RequestError: the checkpoint has no classification head.
+        :raises RequestError: the checkpoint has no classification head, or compares no images with
+            texts.
         """
         work = self._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant, labels
         )
         return self._job_runner.do("classify", work, use_tqdm)
 
@@ -238,6 +242,7 @@ class AsyncPoolingMethods:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
+        labels: Sequence[str] | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
@@ -245,7 +250,7 @@ class AsyncPoolingMethods:
     ) -> list[ClassificationOutput]:
         """:meth:`LLM.classify` for an event loop."""
         work = self._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant, labels
         )
         return await self._job_runner.ado(work, prompts, lora_request)
 

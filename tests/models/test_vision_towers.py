@@ -186,8 +186,6 @@ def test_the_weights_of_a_tower_are_counted_from_headers(tmp_path: Path, ops: Op
     assert found is not None
     weights = {id(linear.weight): linear.weight.nbytes for _, linear in found.linears}
     held = sum(weights.values()) + sum(4 * own.numel() for own in found.vectors.values())
-    assert found.positions is not None
-    held += found.positions.nbytes
     # The second picture of a patch is added to the first one; rows are packed in blocks of 16, of
     # which these matrices of 72 and 104 rows fill the last one to a half.
     second = 4 * 3 * found.config.patch**2 * found.config.tower.hidden_size
