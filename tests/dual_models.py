@@ -37,7 +37,7 @@ def write_dual(kind: str, folder: Path, **changes: Any) -> Any:
     """A folder of ``clip``, ``siglip`` or ``siglip2``; returns transformers' model."""
     own = "siglip" if kind.startswith("siglip") else "clip"
     folder.mkdir(parents=True, exist_ok=True)
-    size, specials = _TOKENIZERS[kind](folder)
+    size, specials = write_tokenizer(kind, folder)
     text = {**DUAL[own]["text_config"], "vocab_size": size, **specials}
     model = vision_model(own, text_config=text, **changes)
     model.save_pretrained(folder)
@@ -133,6 +133,11 @@ _TOKENIZERS = {
     "siglip": _siglip_tokenizer,
     "siglip2": _siglip2_tokenizer,
 }
+
+
+def write_tokenizer(kind: str, folder: Path) -> tuple[int, dict[str, int]]:
+    """The files of a tokenizer; returns the size of the vocabulary and the ids for a config."""
+    return _TOKENIZERS[kind](folder)
 
 
 def their_tokenizer(kind: str, folder: Path) -> Any:

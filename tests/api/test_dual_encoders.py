@@ -102,9 +102,7 @@ def test_scores_are_cosines_of_texts_and_images(dual: Dual) -> None:
 
 def test_a_prompt_is_a_text_or_one_image(dual: Dual) -> None:
     llm = dual.llm
-    with pytest.raises(
-        RequestError, match=r"a text or one image.* found 1 images and 'x'"
-    ):
+    with pytest.raises(RequestError, match=r"a text or one image.* found 1 images and 'x'"):
         llm.embed(seen(PICTURES[0], "x"))
     with pytest.raises(RequestError, match="found 2 images and ''"):
         llm.embed(seen(PICTURES[:2]))
