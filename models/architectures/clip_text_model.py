@@ -18,6 +18,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.bert import all_biases, derived, no_rotation
+from sdk.models.dual_rules import DualRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,4 +81,5 @@ ARCHITECTURE = Architecture(
     config=text_rules(_DEFAULTS, ("projection_dim",), causal=True),
     tensors=TensorRules(names=NAMES),
     embedding=EmbeddingRules(positions=0),
+    dual=DualRules("text_projection", optional=True, until_end=True),
 )

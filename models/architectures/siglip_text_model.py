@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures.clip_text_model import LAYER, NAMES, text_rules
+from sdk.models.dual_rules import DualRules
 
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -27,4 +28,5 @@ ARCHITECTURE = Architecture(
     config=text_rules(_DEFAULTS, ("projection_size",), causal=False),
     tensors=TensorRules(names=NAMES),
     embedding=EmbeddingRules(positions=0),
+    dual=DualRules("text_model.head", filled=True, lower_case=True, each=True),
 )

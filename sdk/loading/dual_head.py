@@ -10,6 +10,7 @@ import numpy as np
 
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
+from sdk.models.dual_rules import DualRules
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.embedding_head import (
     Contrast,
@@ -21,38 +22,34 @@ from sdk.quant.embedding_head import (
 )
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
-#: The matrix behind the last token by the types of encoders, and whether a folder must have it:
-#: that of CLIP's encoder of texts alone may lack it.
-PROJECTIONS = {"clip_text_model": "text_projection", "siglip_text_model": "text_model.head"}
 _LIMIT = 8 << 20
 
 
-def dual_head(checkpoint: Checkpoint, hidden_size: int) -> EmbeddingHead:
-    """The head of a folder whose encoder of texts is one of :data:`PROJECTIONS`.
+def dual_head(checkpoint: Checkpoint, rules: DualRules, hidden_size: int) -> EmbeddingHead:
+    """The head of a folder.
 
     :raises CheckpointError: a tensor is missing or has a wrong shape.
     :raises UnsupportedError: the tokenizer's settings do not say what fills texts up.
     """
-    config = checkpoint.config
-    kind = str(config["model_type"])
-    clip = kind == "clip_text_model"
     steps: list[Step] = []
-    if checkpoint.has(PROJECTIONS[kind]) or not clip:
-        steps.append(_projection(checkpoint, PROJECTIONS[kind], hidden_size))
+    if checkpoint.has(rules.projection) or not rules.optional:
+        steps.append(_projection(checkpoint, rules.projection, hidden_size))
     contrast = None
     if checkpoint.has("logit_scale"):
-        bias = 0.0 if clip else _number(checkpoint, "logit_bias")
+        bias = _number(checkpoint, "logit_bias") if rules.each else 0.0
         factor = math.exp(min(_number(checkpoint, "logit_scale"), 100.0))
-        contrast = Contrast(factor, bias, each=not clip)
-    filling = None if clip else _filling(checkpoint.path, config["max_position_embeddings"])
+        contrast = Contrast(factor, bias, rules.each)
+    filling = None
+    if rules.filled:
+        filling = _filling(checkpoint.path, checkpoint.config["max_position_embeddings"])
     return EmbeddingHead(
         ("last",),
         (*steps, NormalizeStep()),
         max_tokens=None if filling is None else filling.length,
         contrast=contrast,
         filling=filling,
-        until_end=clip,
-        lower_case=not clip,
+        until_end=rules.until_end,
+        lower_case=rules.lower_case,
     )
 
 

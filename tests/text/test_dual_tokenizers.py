@@ -65,9 +65,7 @@ def test_a_model_of_another_kind_is_named(tmp_path: Path) -> None:
     )
     file = tmp_path / "spiece.model"
     file.write_bytes(made.getvalue())
-    with pytest.raises(
-        CheckpointError, match=r"a Unigram model .* found a model of type 2"
-    ):
+    with pytest.raises(CheckpointError, match=r"a Unigram model .* found a model of type 2"):
         siglip_tokenizer(file, {})
     file.write_bytes(b"\x0a\xff")
     with pytest.raises(CheckpointError, match="expected a tokenizer model"):
