@@ -502,14 +502,13 @@ class NextTokenRules(NamedTuple):
 
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
-
-    ``gguf``: ``None`` where there are no GGUF files of the model. ``more_gguf``: other names in
-    GGUF files, of models that compute the same. ``wide_range``: activations may exceed float16,
-    which ends at 65,504. ``head``: of classifiers, if it is more than one matrix over the last
-    token. ``claims``: whether a config that names another model is one of this: code beside the
-    weights, which is not run, makes it another model. ``folders``: whether folders of it are read,
-    and not GGUF files alone. ``next_token``: of a block that may draft; ``None``: such blocks of
-    the model are not run. ``dual``: of an encoder of texts beside one of images.
+    ``gguf``: ``None``: there are no GGUF files of it. ``more_gguf``: other names in GGUF files, of
+    models that compute the same. ``wide_range``: activations may exceed float16, which ends at
+    65,504. ``head``: of classifiers, if it is more than one matrix over the last token. ``claims``:
+    whether a config that names another model is one of this: code beside the weights, which is not
+    run, does. ``folders``: whether folders are read, not GGUF files alone. ``next_token``: of a
+    block that may draft; ``None``: such blocks of the model are not run. ``dual``: of an encoder of
+    texts beside one of images.
     """
 
     model_type: str
