@@ -32,6 +32,7 @@ from sdk.requests.pooling_prompts import PoolingPrompts
 from sdk.requests.progress import Advice
 from sdk.requests.prompt_kinds import check_salt
 from sdk.requests.prompts import Prompt, PromptReader, as_list
+from sdk.requests.score_items import as_prompt, check_item
 from sdk.requests.vectors import Wanted, max_similarity, similarity
 from sdk.requests.zero_shot import check_pictures, checked_labels, contrast_of, matches
 
@@ -222,7 +223,8 @@ class PoolingRequests:
         for these and none for every text."""
         head = self._embedding_head()
         read: list[Prompt] = []
-        for texts, names in ((left, _QUERY), (right, _DOCUMENT)):
+        for items, names in ((left, _QUERY), (right, _DOCUMENT)):
+            texts = [as_prompt(one, self._reader.images) for one in items]
             known = () if head is None or head.default_prompt is not None else head.prompts
             name = next((one for one in names if one in known), None)
             asked = name if all(map(_is_text, texts)) else None
@@ -290,16 +292,13 @@ class PoolingRequests:
         salt: str | None,
         truncate: int | None,
     ) -> BatchedCall[list[RerankOutput]]:
-        if not isinstance(query, str):
-            raise RequestError(f"query: expected a string, found {safe_repr(query)}")
+        check_item("query", query)
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             raise RequestError(
                 f"documents: expected a list of strings, found {safe_repr(documents)}"
             )
         for index, document in enumerate(documents):
-            if not isinstance(document, str):
-                found = safe_repr(document)
-                raise RequestError(f"documents[{index}]: expected a string, found {found}")
+            check_item(f"documents[{index}]", document)
         number = isinstance(top_n, int) and not isinstance(top_n, bool)
         if top_n is not None and not (number and top_n > 0):
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")

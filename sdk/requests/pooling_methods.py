@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sdk.api.lora import LoRALike, LoRAsLike
 from sdk.api.near_misses import names_keywords
@@ -157,8 +158,8 @@ class PoolingMethods:
     @names_keywords
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Mapping[str, Any],
+        documents: Sequence[str | Mapping[str, Any]],
         top_n: int | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -169,6 +170,8 @@ class PoolingMethods:
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
 
+        Where the model reads images, any of them may be ``{"content": [parts]}`` with parts of a
+        conversation, such as ``{"type": "image", "image": path}``, also in :meth:`score`.
         Scores are those of :meth:`score`, so a model that is neither a reranker nor an embedding
         model sorts badly, and the first call warns. ``chat_template`` formats a pair for a
         reranker: it gets two messages with the roles ``query`` and ``document``. The default is the
@@ -275,8 +278,8 @@ class AsyncPoolingMethods:
     @names_keywords
     async def arerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Mapping[str, Any],
+        documents: Sequence[str | Mapping[str, Any]],
         top_n: int | None = None,
         *,
         truncate_prompt_tokens: int | None = None,

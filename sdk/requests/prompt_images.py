@@ -95,6 +95,14 @@ class ImageReader:
         inputs = tuple(self._read(_source_of(part, where), where) for where, part in given)
         return [_without_data(message) for message in messages], inputs
 
+    @staticmethod
+    def source_of(part: Mapping[str, Any], where: str) -> Any:
+        """What a part of a message gives for its image, for :meth:`of_data`.
+
+        :raises RequestError: nothing, or more than that.
+        """
+        return _source_of(part, where)
+
     def of_data(self, data: Any) -> tuple[ImageInput, ...]:
         """The images of ``multi_modal_data``.
 
