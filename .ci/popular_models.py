@@ -140,6 +140,10 @@ FAMILIES = (
         ("Qwen3-30B-A3B", "gpt-oss"),
     ),
     Family(
+        "CLIP, SigLIP, SigLIP 2 (one size of images)", (),
+        ("clip_text_model", "siglip_text_model"), "texts and images in one space", kind="embed",
+    ),
+    Family(
         "ModernBERT, gte-modernbert, granite-embedding r2", ("modern-bert",), ("modernbert",),
         "encoders", ("Qwen3-Embedding",), kind="embed",
     ),

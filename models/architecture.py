@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.architecture_names import GGUF_NAMES, MODEL_TYPES
+from sdk.models.dual_rules import DualRules
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
@@ -501,15 +502,13 @@ class NextTokenRules(NamedTuple):
 
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
-
-    ``gguf``: ``None`` where there are no GGUF files of the model. ``more_gguf``: other names in
-    GGUF files, of models that compute the same.
-    ``wide_range``: activations may exceed float16, which ends at 65,504. ``head``: of classifiers,
-    if it is more than one matrix over the last token.
-    ``claims``: whether a config that names another model is one of this: code beside the weights,
-    which is not run, makes it another model.
-    ``folders``: whether folders of it are read, and not GGUF files alone.
-    ``next_token``: of a block that may draft; ``None``: such blocks of the model are not run.
+    ``gguf``: ``None``: there are no GGUF files of it. ``more_gguf``: other names in GGUF files, of
+    models that compute the same. ``wide_range``: activations may exceed float16, which ends at
+    65,504. ``head``: of classifiers, if it is more than one matrix over the last token. ``claims``:
+    whether a config that names another model is one of this: code beside the weights, which is not
+    run, does. ``folders``: whether folders are read, not GGUF files alone. ``next_token``: of a
+    block that may draft; ``None``: such blocks of the model are not run. ``dual``: of an encoder of
+    texts beside one of images.
     """
 
     model_type: str
@@ -525,6 +524,7 @@ class Architecture(NamedTuple):
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     folders: bool = True
     next_token: NextTokenRules | None = None
+    dual: DualRules | None = None
 
 
 @cache

@@ -9,7 +9,8 @@ torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -159,3 +160,22 @@ def read_score_head(
             f"{list(weight.shape)}"
         )
     return weight
+
+
+def probabilities(activation: Activation, logits: Sequence[float]) -> list[float]:
+    """The classes' probabilities, from the logits of the head."""
+    logits = list(logits)
+    if activation == "softmax":
+        best = max(logits)
+        parts = [math.exp(value - best) for value in logits]
+        total = math.fsum(parts)
+        return [part / total for part in parts]
+    if activation == "sigmoid":
+        return [_sigmoid(value) for value in logits]
+    return logits
+
+
+def _sigmoid(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))

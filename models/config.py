@@ -44,7 +44,7 @@ from sdk.models.config_fields import (
     MAX_VOCAB,
     MAX_WIDTH,
     Fields,
-    activation_named,
+    sloped_activation,
     without_null,
 )
 from sdk.models.config_keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
@@ -310,6 +310,7 @@ class ModelConfig:
         dims = head_dims(caches, windows, head_dim if latent is None else latent.turning)
         ropes, of_layer = ropes_of(fields, rules, dims, windows)
         experts = known and experts_of(fields, known, layers)
+        activation, slope = _checked_activation(fields, known, experts)
         widths = () if rules.widths is None else tuple(rules.widths(fields, layers))
         return cls(
             model_type=own.model_type,
@@ -321,7 +322,8 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=max(dims) if latent is None else head_dim,
             norm_eps=_norm_eps(fields, rules),
-            activation=_checked_activation(fields, known, experts),
+            activation=activation,
+            activation_slope=slope,
             max_position=max_position,
             ropes=ropes,
             rope_of_layer=of_layer,
@@ -528,21 +530,28 @@ def _blocks(fields: Fields, rules: ConfigRules, layers: int) -> tuple[Blocks, ..
 
 def _checked_activation(
     fields: Fields, own: Architecture | None, experts: ExpertSpec | None
-) -> Activation:
-    """:raises UnsupportedError: an activation with numbers of its own, where a gate or an expert
-    has no place for them."""
+) -> tuple[Activation, float]:
+    """The activation and its slope.
+
+    :raises UnsupportedError: an activation with numbers of its own or a slope, where a gate or an
+        expert has no place for them.
+    """
     rules = ConfigRules() if own is None else own.config
-    found = (rules.activation or _activation)(fields)
+    if rules.activation is not None:
+        found, slope = rules.activation(fields), 1.0
+    else:
+        found, slope = _activation(fields)
     gated = own is None or own.layer.gated
-    if found in NUMBERS and (gated or experts is not None):
+    if (found in NUMBERS or slope != 1.0) and (gated or experts is not None):
+        stated = found if slope == 1.0 else "quick_gelu"
         raise UnsupportedError(
             f"config: hidden_act: expected an activation without numbers of its own, found "
-            f"{found!r}: it runs in an MLP without a gate only"
+            f"{stated!r}: it runs in an MLP without a gate only"
         )
-    return found
+    return found, slope
 
 
-def _activation(fields: Fields) -> Activation:
+def _activation(fields: Fields) -> tuple[Activation, float]:
     names = ("hidden_activation", "hidden_act")
     name = next((n for n in names if fields.has(n)), "hidden_act")
-    return activation_named(fields.text(name, default="silu"), name)
+    return sloped_activation(fields.text(name, default="silu"), name)

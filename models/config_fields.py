@@ -24,6 +24,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "relu2": "relu2",
     }
 )
+#: ``x * sigmoid(1.702 x)`` is SiLU with this slope: ``silu(1.702 x) / 1.702``.
+_QUICK_GELU = 1.702
 MAX_LAYERS = 512
 #: Larger counts come from damaged files. The limits bound what a bad file can make us allocate.
 MAX_WIDTH = 1 << 20
@@ -42,6 +44,16 @@ def activation_named(found: str, key: str) -> Activation:
             f"config: {key}: expected one of {sorted(ACTIVATIONS)}, found {found!r}"
         )
     return ACTIVATIONS[found]
+
+
+def sloped_activation(found: str, key: str) -> tuple[Activation, float]:
+    """The same with its slope, of an MLP without a gate, which computes ``act(slope * x) / slope``.
+
+    :raises UnsupportedError: there is none; names the ``key``.
+    """
+    if found == "quick_gelu":
+        return "silu", _QUICK_GELU
+    return activation_named(found, key), 1.0
 
 
 class Fields:

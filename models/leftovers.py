@@ -43,11 +43,12 @@ _HARMLESS = (
     ),
 )
 #: What checkpoints of encoders have after the last layer, for one task or another. An engine of
-#: vectors needs none of it in a step, so it is not reported. dense_2 and dense_3 of a GGUF file are
-#: applied to pooled vectors.
+#: vectors needs none of it in a step, so it is not reported. dense_2 and dense_3 of a GGUF file
+#: and the projection of a dual encoder are applied to pooled vectors.
 _OF_A_TASK = re.compile(
     r"^(?:\w+\.)?(?:lm_head|cls|pooler|classifier|score|head|decoder|output|output_bias|qa_outputs"
-    r"|dense_[23]|vocab_\w+|discriminator_predictions|generator_\w+)\.|(?:^|\.)position_ids$"
+    r"|dense_[23]|vocab_\w+|discriminator_predictions|generator_\w+|text_projection"
+    r"|visual_projection)\.|(?:^|\.)position_ids$|^logit_(?:scale|bias)$"
 )
 #: Names in one message.
 _SHOWN = 3

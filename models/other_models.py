@@ -140,6 +140,17 @@ IMAGES = Refusal(
     "requests here are text",
     _DECODER,
 )
+_DUAL = Refusal(
+    "an encoder of texts beside one of images (a dual encoder)",
+    "its encoders are none of those of CLIP and SigLIP that are described here, or its images have "
+    "several sizes (NaFlex)",
+    "Folders of CLIP, SigLIP and SigLIP 2 with one size of images run (docs/embeddings.md)",
+)
+_TOWER_ALONE = Refusal(
+    "an encoder of images without that of texts",
+    "prompts are compared with texts here",
+    "Open the folder of the whole model (CLIPModel, SiglipModel)",
+)
 TEXT_AND_IMAGES = Refusal(
     "a model of text and images",
     "its language model is none of those that run here",
@@ -214,6 +225,21 @@ REFUSED = (
     RefusedModels(ENCODER_DECODER, gguf=("t5",)),
     RefusedModels(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
     RefusedModels(TOWER, gguf=("clip",)),
+    RefusedModels(
+        _DUAL,
+        gguf=(),
+        types=(
+            *("aimv2_text_model", "altclip_text_model", "blip_text_model", "chinese_clip"),
+            *("chinese_clip_text_model", "clipseg_text_model", "flava_text_model", "jina_clip"),
+            *("metaclip_2_text_model", "owlvit_text_model", "owlv2_text_model", "siglip2"),
+            *("siglip2_text_model", "vision-text-dual-encoder", "x_clip"),
+        ),
+    ),
+    RefusedModels(
+        _TOWER_ALONE,
+        gguf=(),
+        types=("clip_vision_model", "siglip_vision_model", "siglip2_vision_model"),
+    ),
     RefusedModels(
         _DRAFTER,
         gguf=("dflash", "eagle3", "gemma4-assistant"),

@@ -131,6 +131,14 @@ class Source:
         self.vectors[path] = found
         return found
 
+    def plain(self, path: str) -> Tensor:
+        """A plain tensor of any shape, float32, on the host."""
+        found = self._shared.vectors.get(path)
+        if found is None:
+            found = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+        self.vectors[path] = found
+        return found
+
     def norm(self, path: str, size: int | None = None, eps: float | None = None) -> Norm:
         """One of the model's norms, over ``size`` (default: hidden) features. ``eps``: its own."""
         size, kind = size or self.config.hidden_size, self._rules.layer.norm

@@ -90,6 +90,32 @@ Step = DenseStep | NormalizeStep | LayerNormStep
 
 
 @dataclass(frozen=True, slots=True)
+class Filling:
+    """Texts are filled up to ``length`` tokens with ``token``, at the end or on the ``left``, and
+    all tokens see those (SigLIP)."""
+
+    length: int
+    token: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """How a dual encoder compares a text with an image: by ``factor * cosine + bias``.
+
+    ``each``: the sigmoid is the probability that the two belong together (SigLIP). Else the softmax
+    over several texts says to which one an image belongs (CLIP).
+    """
+
+    factor: float
+    bias: float
+    each: bool
+
+    def logit(self, cosine: float) -> float:
+        return self.factor * cosine + self.bias
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingHead:
     """``modes``: the poolings, whose vectors are joined; ``token`` alone: a vector for each token.
 
@@ -113,6 +139,11 @@ class EmbeddingHead:
     skipped_words: tuple[str, ...] = ()
     #: Of late interaction: queries are filled up with mask tokens that no token attends to.
     pads_queries: bool = False
+    #: Of a dual encoder, in which the vector of an image is scaled to length 1 and no more.
+    contrast: Contrast | None = None
+    filling: Filling | None = None
+    #: What follows the first token that ends a text does not count.
+    until_end: bool = False
 
     @property
     def mode(self) -> str:
@@ -144,6 +175,12 @@ class EmbeddingHead:
             x = step(x)
         found: list[float] = x.tolist()
         return found
+
+    def of_image(self, pooled: Any, skip: int = 0) -> list[float]:
+        """The embedding of a prompt with an image: of a dual encoder ``pooled`` is the image's."""
+        if self.contrast is None:
+            return self(pooled, skip)
+        return unit(np.asarray(pooled, np.float32).reshape(-1))
 
     def rows(self, states: Any) -> Floats:
         """The vectors of all tokens, float32 ``[tokens, width]``."""

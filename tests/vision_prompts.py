@@ -162,8 +162,9 @@ def _backend(specials: Sequence[str]) -> Tokenizer:
     """Byte-level BPE with a few merges, of line breaks too: where a text is cut can be seen."""
     vocab = {one: index for index, one in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
-    for pair in (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("u", "s"), ("e", "r"), ("us", "er"), ("i", "m")):
-        merges.append(pair)
+    pairs = ("Ċ Ċ", "ĊĊ Ċ", "u s", "e r", "us er", "i m", "n o", "y e", "ye s")
+    for pair in map(str.split, pairs):
+        merges.append((pair[0], pair[1]))
         vocab["".join(pair)] = len(vocab)
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

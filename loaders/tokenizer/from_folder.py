@@ -2,9 +2,9 @@
 
 ``tokenizer.json`` holds the algorithm and the vocabulary. Small JSON files next to it have the
 special tokens, the tokens that end an answer, and the chat template; each is optional, and none is
-executed. Without it, a SentencePiece BPE model (``tokenizer.model``) is read directly; other
-SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by transformers, which is
-imported only for them.
+executed. Without it, a SentencePiece BPE model (``tokenizer.model``) and that of SigLIP are read
+directly; other SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by
+transformers, which is imported only for them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from sdk.loaders.tokenizer.json_parts import (
 )
 from sdk.loaders.tokenizer.metadata import MAX_TEMPLATE_BYTES
 from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
+from sdk.loaders.tokenizer.siglip import SIGLIP, siglip_tokenizer
 from sdk.quant.errors import CheckpointError
 from sdk.quant.tokenizer import Tokenizer
 
@@ -109,6 +110,10 @@ def _backend(folder: Path) -> Any:
     file = folder_file(folder, "tokenizer.json")
     if file is not None:
         return load_tokenizer_json(file, str(file))
+    config = _read_json(folder, "tokenizer_config.json")
+    pieces = folder_file(folder, "spiece.model")
+    if pieces is not None and config.get("tokenizer_class") == SIGLIP:
+        return siglip_tokenizer(pieces, config)
     known = (
         "tokenizer.model",
         "spiece.model",

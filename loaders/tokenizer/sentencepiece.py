@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdk.loaders.tokenizer.spm import SPACE
 from sdk.quant.errors import CheckpointError
@@ -21,45 +21,61 @@ _USER_DEFINED = 4  # SentencePiece.Type
 _MAX_BYTES = 64 * 1024 * 1024
 
 
+class SentencePiece(NamedTuple):
+    """What a file says. ``kinds``: of pieces, ``trainer``, ``normalizer``: the fields of these
+    messages by number."""
+
+    tokens: list[str]
+    scores: list[float]
+    kinds: list[int]
+    trainer: dict[int, Any]
+    normalizer: dict[int, Any]
+
+
+def read_sentencepiece(file: Path) -> SentencePiece:
+    """:raises CheckpointError: the file is not a SentencePiece model."""
+    size = file.stat().st_size
+    if size > _MAX_BYTES:
+        raise CheckpointError(f"{file}: expected at most {_MAX_BYTES} bytes, found {size}")
+    found = SentencePiece([], [], [], {}, {})
+    try:
+        for field, value in _fields(file.read_bytes()):
+            if field == 1:
+                piece = dict(_fields(value))
+                found.tokens.append(piece[1].decode("utf-8"))
+                found.scores.append(struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0])
+                found.kinds.append(int(piece.get(3, 1)))
+            elif field == 2:
+                found.trainer.update(_fields(value))
+            elif field == 3:
+                found.normalizer.update(_fields(value))
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        why = str(error) or type(error).__name__
+        raise CheckpointError(f"{file}: expected a tokenizer model, found {why}") from None
+    if not found.tokens:
+        raise CheckpointError(f"{file}: expected a tokenizer model, found no pieces")
+    return found
+
+
 def sentencepiece_metadata(file: Path) -> dict[str, Any] | None:
     """The model as GGUF tokenizer metadata; None for kinds of models that cannot be converted.
 
     :raises CheckpointError: the file is not a SentencePiece model.
     """
-    size = file.stat().st_size
-    if size > _MAX_BYTES:
-        raise CheckpointError(f"{file}: expected at most {_MAX_BYTES} bytes, found {size}")
-    tokens: list[str] = []
-    scores: list[float] = []
-    kinds: list[int] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
-    try:
-        for field, value in _fields(file.read_bytes()):
-            if field == 1:
-                piece = dict(_fields(value))
-                tokens.append(piece[1].decode("utf-8"))
-                scores.append(struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0])
-                kinds.append(int(piece.get(3, 1)))
-                if kinds[-1] == _USER_DEFINED:  # in GGUF files these spell the text itself
-                    tokens[-1] = tokens[-1].replace(SPACE, " ")
-            elif field == 2:
-                trainer = dict(_fields(value))
-            elif field == 3:
-                normalizer = dict(_fields(value))
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        found = str(error) or type(error).__name__
-        raise CheckpointError(f"{file}: expected a tokenizer model, found {found}") from None
-    if not tokens:
-        raise CheckpointError(f"{file}: expected a tokenizer model, found no pieces")
+    model = read_sentencepiece(file)
+    normalizer = model.normalizer
     prepared = bool(normalizer.get(2)) or bool(normalizer.get(4, 1))
-    if trainer.get(3, 1) != _BPE or prepared:
+    if model.trainer.get(3, 1) != _BPE or prepared:
         return None
+    pieces = zip(model.tokens, model.kinds, strict=True)
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": kinds,
+        # in GGUF files these spell the text itself
+        "tokenizer.ggml.tokens": [
+            token.replace(SPACE, " ") if kind == _USER_DEFINED else token for token, kind in pieces
+        ],
+        "tokenizer.ggml.scores": model.scores,
+        "tokenizer.ggml.token_type": model.kinds,
         "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
     }
 

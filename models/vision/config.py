@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields, activation_named, without_null
+from sdk.models.config_fields import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    sloped_activation,
+    without_null,
+)
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,8 +27,6 @@ HALF = (0.5, 0.5, 0.5)
 RAW = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-QUICK_GELU = 1.702
 
 Color = tuple[float, float, float]
 
@@ -107,7 +111,8 @@ class VisionConfig:
     most_tiles: int | None = None
     #: Features between the matrices of the MLP after the tower; 0: those of a token.
     projector_width: int = 0
-    #: Each tile begins with a token of the class, which the text does not read.
+    #: Each tile begins with a token of the class. Text models read all other rows, the projector
+    #: of a dual encoder this one alone.
     class_token: bool = False
     #: The token whose embeddings for each layer those of images have
     #: (:mod:`sdk.models.layer_inputs`); ``None``: the text model has none.
@@ -116,6 +121,9 @@ class VisionConfig:
     standardized: bool = False
     #: Matrices of the layers clamp what they read and make: :mod:`sdk.models.vision.clipped`.
     clipped: bool = False
+    #: Of a dual encoder: an image is one vector, in the space of the vectors of texts, and the text
+    #: model reads none. The token that stands for it is none of the vocabulary.
+    dual: bool = False
 
     @property
     def features(self) -> int:
@@ -153,7 +161,7 @@ def encoder_config(
     """
     hidden, count = fields.count("hidden_size", MAX_WIDTH), fields.count(heads, MAX_WIDTH)
     number = fields.count(depth, MAX_LAYERS)
-    quick = activation == "quick_gelu"  # x * sigmoid(1.702 x)
+    computed, slope = sloped_activation(activation, "hidden_act")
     if hidden % count and not fields.has("head_dim"):
         fields.fail(heads, f"a divisor of hidden_size {hidden}", count)
     head_dim = fields.count("head_dim", 4096, default=hidden // count)
@@ -165,8 +173,8 @@ def encoder_config(
         num_heads=count,
         head_dim=head_dim,
         norm_eps=eps,
-        activation=activation_named("silu" if quick else activation, "hidden_act"),
-        activation_slope=QUICK_GELU if quick else 1.0,
+        activation=computed,
+        activation_slope=slope,
         attention_bias=attention_bias,
         output_bias=attention_bias if output_bias is None else output_bias,
         mlp_bias=mlp_bias,

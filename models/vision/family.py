@@ -156,6 +156,7 @@ class Family(NamedTuple):
 #: The modules of families, by the ``model_type`` of the whole model.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "clip": "clip_dual",
         "gemma3": "gemma3",
         "gemma4": "gemma4",
         "idefics3": "idefics3",
@@ -171,6 +172,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_moe": "qwen3_vl",
         "qwen3_5": "qwen3_vl",
         "qwen3_5_moe": "qwen3_vl",
+        "siglip": "siglip_dual",
         "smolvlm": "idefics3",
     }
 )

@@ -47,6 +47,8 @@ def units(lengths: Sequence[int], config: VisionConfig) -> int:
         return layers
     rows = sum(lengths)
     patches = rows - len(lengths) * config.class_token
+    if config.dual and config.class_token:
+        patches = len(lengths)
     each = -(-rows // parts.keys) - (-rows // parts.rest)
     return layers * each + config.features * -(-patches // parts.projected)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sdk.kernels.lazy_torch import Tensor
+import numpy as np
+
+from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.norm import Norm
 from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.stored import stored
 
 if TYPE_CHECKING:
     from sdk.kernels.mlp_activations import Activation
@@ -148,3 +151,83 @@ class JoinedMLP:
         x = x.view(-1, self.width)
         x = x if self.norm is None else self.ops.norm(x, self.norm)
         return self.second(self.ops.activation(self.first(x), self.activation))
+
+
+class Linear:
+    """One matrix without a bias (CLIP, whose images are their class token)."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        self.linear = source.matrix(f"{PATH}.linear", config.hidden_size, config.tower.hidden_size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`."""
+        return self.linear(x)
+
+
+class AttentionPool:
+    """A learned query that attends to all patches of a tile, LayerNorm, an MLP that is added
+    (SigLIP's "multihead attention pooling").
+
+    The query is the same for every image, so the matrix of keys is folded into it: it becomes a row
+    for each head, whose products with patches are the scores. A bias of keys adds the same number
+    to all scores of a head. Values are those of the weighted mean of patches.
+    """
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        tower = config.tower
+        self.ops, self.patches = source.ops, config.merge**2
+        self.heads, self.width = tower.num_heads, tower.hidden_size
+        self.activation, self.slope = tower.activation, tower.activation_slope
+        self.biases = source.vector(f"{PATH}.attention.in_proj_bias", 3 * self.width)
+        self.scores = source.given(f"{PATH}.scores", lambda: self._folded(source))
+        self.values = source.given(f"{PATH}.values", lambda: self._inputs(source)[2])
+        self.out = source.matrix(f"{PATH}.attention.out_proj", self.width, self.width)
+        self.norm = source.norm(f"{PATH}.layernorm")
+        self.first = source.matrix(f"{PATH}.mlp.fc1", tower.intermediate_size, self.width)
+        self.second = source.matrix(f"{PATH}.mlp.fc2", config.hidden_size, tower.intermediate_size)
+
+    def _inputs(self, source: Source) -> Tensor:
+        """The matrices of queries, keys and values, float32 ``[3, width, width]``."""
+        shape = (3 * self.width, self.width)
+        found = stored(source, "projector.attention.in_proj_weight", shape, keep=False)
+        return found.view(3, self.width, self.width)
+
+    def _folded(self, source: Source) -> Tensor:
+        """float32 ``[heads, width]``."""
+        probe = stored(source, "projector.probe", (1, 1, self.width), keep=False)
+        every, biases, start = (
+            x.numpy(force=True).astype(np.float64)
+            for x in (self._inputs(source), self.biases, probe.flatten())
+        )
+        query = every[0] @ start + biases[: self.width]
+        size = self.width // self.heads
+        keys = every[1].reshape(self.heads, size, self.width)
+        scores = np.einsum("hs,hsw->hw", query.reshape(self.heads, size), keys) * size**-0.5
+        return torch.from_numpy(scores.astype(np.float32))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`sdk.models.vision.family.Projector`; whole tiles."""
+        pooled = self.values(self._means(x)).view(-1, self.heads, self.heads, self._head)
+        own = torch.arange(self.heads, device=x.device)
+        joined = pooled[:, own, own].reshape(-1, self.width) + self.biases[2 * self.width :]
+        x = self.out(joined)
+        y = self.ops.scale(self.first(self.ops.norm(x, self.norm)), self.slope)
+        y = self.ops.scale(self.ops.activation(y, self.activation), 1 / self.slope)
+        return self.ops.add(x, self.second(y))
+
+    @property
+    def _head(self) -> int:
+        return self.width // self.heads
+
+    def _means(self, x: Tensor) -> Tensor:
+        """The mean of a tile's patches by the weights of each head, float32 ``[tiles * heads,
+        width]``. In numpy, tile by tile, so that an image has the same bits alone and with
+        others."""
+        scores = self.scores(x).numpy(force=True).reshape(-1, self.patches, self.heads)
+        rows = x.numpy(force=True).reshape(-1, self.patches, self.width)
+        found = np.empty((len(rows), self.heads, self.width), np.float32)
+        for tile, (own, patches) in enumerate(zip(scores, rows, strict=True)):
+            weights = np.exp(own - own.max(axis=0))
+            weights /= weights.sum(axis=0)
+            np.einsum("ph,pw->hw", weights, patches, out=found[tile])
+        return torch.from_numpy(found.reshape(-1, self.width)).to(x.device)

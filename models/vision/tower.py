@@ -36,8 +36,8 @@ from sdk.models.vision.sequences import (
     sequence_batch,
     sequence_pages,
 )
+from sdk.models.vision.stored import stored
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
-from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from sdk.kernels.norm import Norm
@@ -185,7 +185,7 @@ class Tower:
             self.deepstack = [own.deepstack(source, config, number) for number in numbers]
         self.packer: Packer | None = None
         if config.pictures:
-            newline = _tensor(source, "projector.newline", (config.hidden_size,))
+            newline = stored(source, "projector.newline", (config.hidden_size,))
             self.packer = Packer(
                 config.pictures,
                 config.tile_side * config.patch,
@@ -212,31 +212,17 @@ class Tower:
         return workspace_bytes(self.config, patches)
 
 
-def _tensor(source: Source, name: str, *shapes: tuple[int, ...]) -> Tensor:
-    """A tensor of the tower in float32, whose shape is one of these.
-
-    :raises CheckpointError: it has another one.
-    """
-    found = source.checkpoint.tensor(f"model.{name}").to(torch.float32)
-    if tuple(found.shape) not in shapes:
-        expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise CheckpointError(
-            f"{VISION_ROOT}{name}: expected shape {expected}, found {list(found.shape)}"
-        )
-    return found
-
-
 def _position_table(source: Source, config: VisionConfig) -> Array:
     """Rows of learned positions, float32 ``[positions, width]``."""
     rows, width = config.positions, config.tower.hidden_size
     shapes = (rows, width), (1, rows, width), (2, rows // 2, width)
-    found: Array = _tensor(source, "positions.weight", *shapes).numpy(force=True)
+    found: Array = stored(source, "positions.weight", *shapes).numpy(force=True)
     return found.reshape(rows, width)
 
 
 def _class_row(source: Source, config: VisionConfig, positions: Array | None) -> Tensor:
     width = config.tower.hidden_size
-    row = _tensor(source, "class_token", (width,), (1, 1, width)).flatten()
+    row = stored(source, "class_token", (width,), (1, 1, width)).flatten()
     row = row if positions is None else row + torch.from_numpy(positions[0].copy())
     return row.to(source.ops.device)
 
@@ -248,7 +234,7 @@ def _patch_matrix(source: Source, config: VisionConfig) -> Tensor:
     side, hidden = config.patch, config.tower.hidden_size
     frames = () if config.frames == 1 else (config.frames,)
     shapes = (hidden, 3, *frames, side, side), (hidden, 3 * side * side)
-    values = _tensor(source, "patches.weight", *shapes)
+    values = stored(source, "patches.weight", *shapes, keep=False)
     if values.dim() == 2:
         values = values.view(hidden, side, side, 3).permute(0, 3, 1, 2)
     elif frames:
@@ -433,13 +419,15 @@ class TileGroup:
         return x if tower.norm_before is None else ops.norm(x, tower.norm_before)
 
     def _with_class(self, x: Tensor, tiles: Sequence[Tile], row: Tensor) -> Tensor:
-        """With a row before those of each tile, which the results leave out."""
+        """With a row before those of each tile, which the results leave out, or which alone they
+        have (``VisionConfig.class_token``)."""
         whole, first, kept = self._tower.ops.empty(self.patches, x.shape[1]), 0, []
         for number, (_, where) in enumerate(tiles):
             count, begin = len(where.rows), first + number + 1
             whole[begin - 1] = row
             whole[begin : begin + count] = x[first : first + count]
-            kept.append(np.arange(begin, begin + count))
+            own = (begin - 1, begin) if self._tower.config.dual else (begin, begin + count)
+            kept.append(np.arange(*own))
             first += count
         self._kept = torch.from_numpy(np.concatenate(kept)).to(x.device)
         return whole

@@ -215,10 +215,10 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class RerankOutput:
-    """One document of ``LLM.rerank``: its index in the call, its text and how relevant it is."""
+    """One document of ``LLM.rerank``: its index in the call, itself and how relevant it is."""
 
     index: int
-    document: str
+    document: Any
     relevance_score: float
 
 

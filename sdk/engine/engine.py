@@ -115,9 +115,11 @@ class Engine:
                 "stop, stop_regex and banned_strings need a tokenizer; this engine has none"
             )
         _check_guidance(job)
+        token_ids = [*job.prompt_token_ids, *(negative or ())]
         if job.spec.images:
-            self._check_images(job)
-        self._check_token_ids([*job.prompt_token_ids, *(negative or ())])
+            placeholder = self._check_images(job)
+            token_ids = [token for token in token_ids if token != placeholder]
+        self._check_token_ids(token_ids)
         specs = self._fan_out(job.spec)
         if job.arrival_time is None:
             job = replace(job, arrival_time=self.scheduler.queues.clock())
@@ -140,10 +142,12 @@ class Engine:
             self._by_id[request.request_id] = (answers, answer)
         self._unfinished[answers.request_id] = answers
 
-    def _check_images(self, job: Job) -> None:
+    def _check_images(self, job: Job) -> int:
+        """The token of images, which may be none of the vocabulary."""
         if self.scheduler.images is None:
             raise RequestError(f"images: this engine reads none: {self.no_images}")
         self.scheduler.images.check(job)
+        return self.scheduler.images.limits.vision.token_id
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         limit = self._vocab_size

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sdk.api.errors import UnsupportedError
+from sdk.loading.dual_head import dual_head
+from sdk.models.architecture import architecture
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.embedding_head import DenseStep, EmbeddingHead, NormalizeStep
 from sdk.quant.errors import CheckpointError
@@ -27,6 +29,9 @@ def embedding_head(checkpoint: Checkpoint, hidden_size: int) -> EmbeddingHead | 
     from sdk.loaders.sentence_folder import sentence_head
 
     try:
+        own = architecture(checkpoint.config.get("model_type"))
+        if own is not None and own.dual is not None:
+            return dual_head(checkpoint, own.dual, hidden_size)
         return sentence_head(checkpoint.path, hidden_size)
     except UnsupportedError as error:
         return str(error)

@@ -37,10 +37,12 @@ def why_no_images(config: EngineConfig, model: ModelConfig) -> str | None:
         return 'it was loaded with limit_mm_per_prompt={"image": 0}'
     if resolve.device_of(config) != "cpu":
         return "a GPU reads text only in this release: use device='cpu'"
-    if not config.enable_chunked_prefill:
+    if not config.enable_chunked_prefill and not vision.dual:
         return "it needs enable_chunked_prefill=True"
     if config.prefill_replicas:
         return "it needs prefill_replicas=0 in this release"
+    if vision.dual and config.pipeline_parallel_size > 1:
+        return "it needs pipeline_parallel_size=1, because the last stage has no vectors of images"
     if vision.features > 1 and config.pipeline_parallel_size > 1:
         return "it needs pipeline_parallel_size=1, because images enter several layers"
     return None

@@ -10,6 +10,7 @@ from sdk.models.classifier import Classifier
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.prompt_kinds import ChatOptions
 from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.score_items import parts_of
 
 #: llama.cpp's name for the template that a GGUF file of a reranker has, with these two marks.
 _GGUF_NAME = "rerank"
@@ -28,6 +29,14 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 </think>
 
 """
+#: The same for models that read images: the messages of Qwen3-VL-Reranker's own code, in the
+#: template of its conversations.
+YES_OR_NO_SEEN = "a conversation"
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_SEARCH = "<Instruct>: Given a search query, retrieve relevant candidates that answer the query."
 _PARAMS = SamplingParams()
 
 
@@ -48,7 +57,7 @@ def pair_template(reader: PromptReader, classifier: Classifier, given: str | Non
     named = {} if tokenizer is None else tokenizer.chat_templates
     source = named.get(_GGUF_NAME) if given is None else named.get(given, given)
     if source is None and {"yes", "no"} == {label.lower() for label in classifier.labels}:
-        source = _YES_OR_NO
+        source = _YES_OR_NO if reader.images is None else YES_OR_NO_SEEN
     if source is not None and all(mark in source for mark in _MARKS):
         for mark, expression in _MARKS.items():
             source = source.replace(mark, expression)
@@ -62,12 +71,13 @@ def read_pair(
     template: str | None,
     truncate: int | None = None,
 ) -> Prompt:
-    """The prompt of a query and a document."""
-    for text in pair:
-        if not isinstance(text, str):
+    """The prompt of a query and a document, which have images where the model reads them."""
+    sees = reader.images is not None and template is not None
+    for item in pair:
+        if not isinstance(item, str) and not sees:
             raise RequestError(
                 f"score: expected strings for a model with a classification head, found "
-                f"{safe_repr(text)}"
+                f"{safe_repr(item)}"
             )
     query, document = pair
     if template is None:
@@ -77,6 +87,25 @@ def read_pair(
             "truncate_prompt_tokens: expected none for a model whose pairs have a template, which "
             f"cannot be cut, found {safe_repr(truncate)}; shorten the documents"
         )
-    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    if template == YES_OR_NO_SEEN:
+        return reader.read_chat(_judged(query, document), _PARAMS, ChatOptions())
+    messages = [
+        {"role": role, "content": item if isinstance(item, str) else parts_of(item)}
+        for role, item in (("query", query), ("document", document))
+    ]
     options = ChatOptions(add_generation_prompt=False, chat_template=template)
     return reader.read_chat(messages, _PARAMS, options)
+
+
+def _judged(query: Any, document: Any) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": _SEARCH},
+        {"type": "text", "text": "<Query>:"},
+        *parts_of(query),
+        {"type": "text", "text": "\n<Document>:"},
+        *parts_of(document),
+    ]
+    return [
+        {"role": "system", "content": [{"type": "text", "text": _JUDGE}]},
+        {"role": "user", "content": parts},
+    ]

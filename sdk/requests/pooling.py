@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -23,16 +22,19 @@ from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.plan import Pooling, PoolingMode
 from sdk.kernels.host.torch_import import torch_module
-from sdk.models.classifier import Classifier
+from sdk.models.classifier import Classifier, probabilities
 from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.job_runner import BatchedCall, JobBatch
 from sdk.requests.pairs import pair_template, read_pair
+from sdk.requests.pooling_prompts import PoolingPrompts
 from sdk.requests.progress import Advice
 from sdk.requests.prompt_kinds import check_salt
 from sdk.requests.prompts import Prompt, PromptReader, as_list
-from sdk.requests.vectors import Wanted, max_similarity, similarity, with_text_before
+from sdk.requests.score_items import as_prompt, check_item
+from sdk.requests.vectors import Wanted, max_similarity, similarity
+from sdk.requests.zero_shot import check_pictures, checked_labels, contrast_of, matches
 
 _PLAIN = Wanted()
 #: Names of prompts for the two sides of a search, sentence-transformers' and those of models.
@@ -60,6 +62,7 @@ class PoolingRequests:
         self._advice = advice
         self._job_maker = job_maker
         self._reader = reader
+        self._prompts = PoolingPrompts(reader)
         self._classifier = classifier
 
     def embed(
@@ -98,42 +101,11 @@ class PoolingRequests:
     def read(
         self, prompts: Any, truncate: int | None = None, wanted: Wanted | None = None
     ) -> list[Prompt]:
-        """Prompts for a call that generates nothing. Those that were read stay as they are.
-
-        ``wanted``: of embeddings, so that the files' prompt is put before texts and their longest
-        text counts; None: of hidden states or classes. A text that is cut loses its end.
-
-        :raises RequestError: one is invalid or too long.
-        """
-        params = SamplingParams(truncate_prompt_tokens=truncate)
-        if wanted is None:
-            return [self._read_one(item, params) for item in as_list(prompts)]
-        head = self._embedding_head()
-        text = wanted.text_before(head)
-        most = None if head is None else head.max_tokens
-        if most is not None and truncate == -1:
-            most = min(most, self._reader.max_model_len)
-            params = SamplingParams(truncate_prompt_tokens=most)
-        skip = 0
-        if head is not None and not head.include_prompt and text:
-            skip = self._reader.tokens_before(text)
-        lower = head is not None and head.lower_case
-        found: list[Prompt] = []
-        for item in as_list(prompts):
-            if not isinstance(item, Prompt):
-                item = with_text_before(item, text, asked=wanted.asks, lower=lower)
-            one = self._read_one(item, params)
-            if most is not None and truncate is None and len(one.token_ids) > most:
-                raise RequestError(
-                    f"prompt: {len(one.token_ids)} tokens, but the model was trained for texts of "
-                    f"{most} (max_seq_length in its files); shorten it, or set "
-                    "truncate_prompt_tokens=-1 to keep its beginning"
-                )
-            found.append(replace(one, skip=skip) if skip and one.text is not None else one)
-        return found
-
-    def _read_one(self, item: Any, params: SamplingParams) -> Prompt:
-        return item if isinstance(item, Prompt) else self._reader.read(item, params, room=0)
+        """See :meth:`PoolingPrompts.read`."""
+        head = self._head_of_files if wanted is None else self._embedding_head()
+        return self._prompts.read(
+            prompts, truncate, wanted, None if isinstance(head, str) else head
+        )
 
     def encode(
         self,
@@ -172,9 +144,14 @@ class PoolingRequests:
         truncate: int | None,
         lora: Any = None,
         tenant: str | None = None,
+        labels: Any = None,
     ) -> BatchedCall[list[ClassificationOutput]]:
         """See :meth:`sdk.LLM.classify`."""
         check_flags(use_activation=use_activation)
+        if labels is not None:
+            return (
+                yield from self._matched(prompts, labels, use_activation, truncate, lora, tenant)
+            )
         classifier = self._need_classifier()
         read = self._job_maker.adapted(self.read(prompts, truncate), lora)
         found = yield from self._classes(read, tenant, classifier)
@@ -246,7 +223,8 @@ class PoolingRequests:
         for these and none for every text."""
         head = self._embedding_head()
         read: list[Prompt] = []
-        for texts, names in ((left, _QUERY), (right, _DOCUMENT)):
+        for items, names in ((left, _QUERY), (right, _DOCUMENT)):
+            texts = [as_prompt(one, self._reader.images) for one in items]
             known = () if head is None or head.default_prompt is not None else head.prompts
             name = next((one for one in names if one in known), None)
             asked = name if all(map(_is_text, texts)) else None
@@ -314,16 +292,13 @@ class PoolingRequests:
         salt: str | None,
         truncate: int | None,
     ) -> BatchedCall[list[RerankOutput]]:
-        if not isinstance(query, str):
-            raise RequestError(f"query: expected a string, found {safe_repr(query)}")
+        check_item("query", query)
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             raise RequestError(
                 f"documents: expected a list of strings, found {safe_repr(documents)}"
             )
         for index, document in enumerate(documents):
-            if not isinstance(document, str):
-                found = safe_repr(document)
-                raise RequestError(f"documents[{index}]: expected a string, found {found}")
+            check_item(f"documents[{index}]", document)
         number = isinstance(top_n, int) and not isinstance(top_n, bool)
         if top_n is not None and not (number and top_n > 0):
             raise RequestError(f"top_n: expected a positive integer, found {safe_repr(top_n)}")
@@ -399,7 +374,10 @@ class PoolingRequests:
                 one._replace(outputs=PoolingOutput(table))
                 for one, table in zip(found, tables, strict=True)
             ]
-        rows = [head(one.outputs.data, of.skip) for one, of in zip(found, read, strict=True)]
+        rows = [
+            (head.of_image if of.images else head)(one.outputs.data, of.skip)
+            for one, of in zip(found, read, strict=True)
+        ]
         if normalize:
             rows = [unit(row) for row in rows]
         return [
@@ -436,12 +414,45 @@ class PoolingRequests:
             for one in found
         ]
 
+    def _matched(
+        self,
+        prompts: Any,
+        labels: Any,
+        use_activation: bool,
+        truncate: int | None,
+        lora: Any,
+        tenant: str | None,
+    ) -> BatchedCall[list[ClassificationOutput]]:
+        """How well texts match images, in one batch."""
+        head = self._embedding_head()
+        contrast, names = contrast_of(head), checked_labels(labels)
+        assert head is not None
+        pictures = self.read(prompts, truncate)
+        check_pictures(pictures)
+        read = self._job_maker.adapted([*pictures, *self.read(names, truncate, _PLAIN)], lora)
+        found = yield from self._headed(head, read, tenant)
+        texts = [one.outputs.data for one in found[len(pictures) :]]
+        return [
+            ClassificationOutput(
+                one.request_id,
+                one.prompt_token_ids,
+                matches(contrast, one.outputs.data, texts, use_activation),
+                list(names),
+                metrics=one.metrics,
+            )
+            for one in found[: len(pictures)]
+        ]
+
     def _probs(self, classifier: Classifier, one: PoolingRequestOutput, use: bool) -> list[Any]:
         """Probabilities or logits of a text, or of each of its tokens."""
         if classifier.per_token:
             rows = one.outputs.data.tolist()
-            return [probabilities(classifier, row) for row in rows] if use else rows
-        return probabilities(classifier, one.outputs.data) if use else list(one.outputs.data)
+            return [probabilities(classifier.activation, row) for row in rows] if use else rows
+        return (
+            probabilities(classifier.activation, one.outputs.data)
+            if use
+            else list(one.outputs.data)
+        )
 
     def _head(self, classifier: Classifier) -> Pooling:
         if classifier.steps:
@@ -473,7 +484,9 @@ class PoolingRequests:
         read = self._job_maker.adapted(read, lora)
         found = yield from self._classes(read, tenant, classifier)
         return [
-            ScoringOutput(one.request_id, probabilities(classifier, one.outputs.data)[relevant])
+            ScoringOutput(
+                one.request_id, probabilities(classifier.activation, one.outputs.data)[relevant]
+            )
             for one in found
         ]
 
@@ -498,25 +511,6 @@ def relevant_class(classifier: Classifier) -> int:
         f"{safe_repr(list(classifier.labels))}, which do not say how well two texts match; "
         "expected a single class, or the classes yes and no. Use classify"
     )
-
-
-def probabilities(classifier: Classifier, logits: Sequence[float]) -> list[float]:
-    """The classes' probabilities, from the logits of the head."""
-    logits = list(logits)
-    if classifier.activation == "softmax":
-        best = max(logits)
-        parts = [math.exp(value - best) for value in logits]
-        total = math.fsum(parts)
-        return [part / total for part in parts]
-    if classifier.activation == "sigmoid":
-        return [_sigmoid(value) for value in logits]
-    return logits
-
-
-def _sigmoid(value: float) -> float:
-    if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    return math.exp(value) / (1 + math.exp(value))
 
 
 def embedding_of(output: Output) -> EmbeddingOutput:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sdk.api.lora import LoRALike, LoRAsLike
 from sdk.api.near_misses import names_keywords
@@ -97,6 +98,7 @@ class PoolingMethods:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
+        labels: Sequence[str] | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
@@ -105,12 +107,15 @@ class PoolingMethods:
     ) -> list[ClassificationOutput]:
         """Each prompt's classes, with a checkpoint that has a classification head.
 
-        ``use_activation=False`` returns logits instead of probabilities.
+        ``labels``: with a dual encoder (CLIP, SigLIP), whose prompts are images then: texts that
+        are classes ("zero-shot"). The probabilities of SigLIP are independent of each other, those
+        of CLIP add up to 1. ``use_activation=False`` returns logits instead of probabilities.
 
-        :raises RequestError: the checkpoint has no classification head.
+        :raises RequestError: the checkpoint has no classification head, or compares no images with
+            texts.
         """
         work = self._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant, labels
         )
         return self._job_runner.do("classify", work, use_tqdm)
 
@@ -153,8 +158,8 @@ class PoolingMethods:
     @names_keywords
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Mapping[str, Any],
+        documents: Sequence[str | Mapping[str, Any]],
         top_n: int | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -165,6 +170,8 @@ class PoolingMethods:
     ) -> list[RerankOutput]:
         """The ``top_n`` documents (default: all) that match ``query`` best, best first.
 
+        Where the model reads images, any of them may be ``{"content": [parts]}`` with parts of a
+        conversation, such as ``{"type": "image", "image": path}``, also in :meth:`score`.
         Scores are those of :meth:`score`, so a model that is neither a reranker nor an embedding
         model sorts badly, and the first call warns. ``chat_template`` formats a pair for a
         reranker: it gets two messages with the roles ``query`` and ``document``. The default is the
@@ -238,6 +245,7 @@ class AsyncPoolingMethods:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
+        labels: Sequence[str] | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRAsLike = None,
@@ -245,7 +253,7 @@ class AsyncPoolingMethods:
     ) -> list[ClassificationOutput]:
         """:meth:`LLM.classify` for an event loop."""
         work = self._pooling.classify(
-            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant
+            prompts, use_activation, truncate_prompt_tokens, lora_request, tenant, labels
         )
         return await self._job_runner.ado(work, prompts, lora_request)
 
@@ -270,8 +278,8 @@ class AsyncPoolingMethods:
     @names_keywords
     async def arerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Mapping[str, Any],
+        documents: Sequence[str | Mapping[str, Any]],
         top_n: int | None = None,
         *,
         truncate_prompt_tokens: int | None = None,

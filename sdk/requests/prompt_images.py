@@ -43,11 +43,14 @@ class ImageReader:
         most: int,
         fetch: ImageFetcher | None = None,
         folder: str | None = None,
+        dual: bool = False,
     ) -> None:
         """``token_id``: stands in a prompt for one row of embeddings. ``most``: images of a prompt.
-        ``fetch``: gets URLs. ``folder``: URLs may name files in it."""
+        ``fetch``: gets URLs. ``folder``: URLs may name files in it. ``dual``: of a dual encoder,
+        whose prompts are a text or an image."""
         self._processor = processor
         self.token_id = token_id
+        self.dual = dual
         self.most = most
         self._fetch = fetch
         self._folder = None if folder is None else Path(folder).resolve()
@@ -58,7 +61,9 @@ class ImageReader:
         return self._processor.whole_prompts
 
     @classmethod
-    def of(cls, config: EngineConfig, processor: ImageProcessor, token_id: int) -> ImageReader:
+    def of(
+        cls, config: EngineConfig, processor: ImageProcessor, token_id: int, *, dual: bool = False
+    ) -> ImageReader:
         """With the options of an engine."""
         return cls(
             processor,
@@ -66,6 +71,7 @@ class ImageReader:
             most=config.most_images,
             fetch=config.image_fetcher,
             folder=config.allowed_local_media_path or None,
+            dual=dual,
         )
 
     # ---- images as callers give them -------------------------------------------------------------
@@ -88,6 +94,14 @@ class ImageReader:
         self.check_count(len(given))
         inputs = tuple(self._read(_source_of(part, where), where) for where, part in given)
         return [_without_data(message) for message in messages], inputs
+
+    @staticmethod
+    def source_of(part: Mapping[str, Any], where: str) -> Any:
+        """What a part of a message gives for its image, for :meth:`of_data`.
+
+        :raises RequestError: nothing, or more than that.
+        """
+        return _source_of(part, where)
 
     def of_data(self, data: Any) -> tuple[ImageInput, ...]:
         """The images of ``multi_modal_data``.
@@ -213,6 +227,19 @@ class ImageReader:
             )
         pieces = self._processor.layout(image)
         return "".join(one if isinstance(one, str) else spelled * one for one in pieces)
+
+    def alone(self, text: object, images: Sequence[ImageInput]) -> tuple[PromptImage, ...]:
+        """The image of a prompt of a dual encoder.
+
+        :raises RequestError: there are several, or a text beside it.
+        """
+        if len(images) != 1 or text != "":
+            raise RequestError(
+                "prompt: expected a text or one image, as {'prompt': '', 'multi_modal_data': "
+                f"{{'image': image}}}}, because this model has a vector for each; found "
+                f"{len(images)} images and {safe_repr(text)}"
+            )
+        return (PromptImage(images[0], ((0, 1),)),)
 
     def in_text(
         self, tokenizer: Tokenizer, text: str, images: Sequence[ImageInput]

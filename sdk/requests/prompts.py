@@ -328,6 +328,9 @@ class PromptReader:
         data = prompt.get("multi_modal_data")
         if self.images is not None and data is not None:
             inputs = self.images.of_data(data)
+            if self.images.dual:
+                placed = self.images.alone(prompt[given[0]], inputs)
+                return Prompt((self.images.token_id,), text, salt, images=placed)
             ids = self._ids_of_images(self.images, given[0], prompt[given[0]], inputs, params, room)
             placed = self.images.placed(ids, inputs)
             return Prompt(ids, text, salt, negative, images=placed)

@@ -127,7 +127,7 @@ def image_reader_of(facts: ModelFacts) -> ImageReader | None:
     config = facts.headers.config
     whole = {**config.get(WHOLE, config), VISION: config[VISION]}
     processor = image_processor(whole, facts.headers.processor)
-    return ImageReader.of(facts.config, processor, vision.token_id)
+    return ImageReader.of(facts.config, processor, vision.token_id, dual=vision.dual)
 
 
 class Served(Protocol):

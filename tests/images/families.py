@@ -221,6 +221,27 @@ FAMILIES = {
         ),
         "<image>",
     ),
+    "clip": Family(
+        {"model_type": "clip", "vision_config": _tower(112, 14)},
+        ("clip", "CLIPImageProcessorPil"),
+        _clip(112),
+        None,  # an image is one vector, not a text
+        "",
+    ),
+    "clip-numbers": Family(  # sizes as old files have them
+        {"model_type": "clip", "vision_config": _tower(112, 16)},
+        ("clip", "CLIPImageProcessorPil"),
+        {"size": 112, "crop_size": 112},
+        None,
+        "",
+    ),
+    "siglip": Family(
+        {"model_type": "siglip", "vision_config": _tower(112, 16)},
+        ("siglip", "SiglipImageProcessorPil"),
+        {"size": {"height": 112, "width": 112}},
+        None,
+        "",
+    ),
     "llava-padded": Family(
         {"model_type": "llava", "vision_config": _tower(112, 14)},
         ("llava", "LlavaImageProcessorPil"),

@@ -52,7 +52,7 @@ def write(name: str, layers: int, dtype: str, folder: Path) -> None:
     import torch
 
     from tests.gguf_models import ARRAY, F32, I32, STRING, U32, save_gguf
-    from tests.models.tiny_mmproj import mmproj_file, text_file
+    from tests.models.tiny_mmproj import FAMILIES, mmproj_file, text_file
     from tests.models.tiny_vision import MODELS, vision_model
 
     vision = {**MODELS[name]["vision_config"], **SHAPES[name]}
@@ -64,8 +64,8 @@ def write(name: str, layers: int, dtype: str, folder: Path) -> None:
     model = vision_model(name, **changes)
     own = text_file(model, name)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += [f"t{i}" for i in range(len(tokens), 300)]
-    types = [2, 3, 3, *[6] * 256, *[1] * 41]
+    tokens += [*(f"t{i}" for i in range(len(tokens), 299)), FAMILIES[name][2]]
+    types = [2, 3, 3, *[6] * 256, *[1] * 40, 3]
     own.metadata |= {
         "tokenizer.ggml.model": (STRING, "llama"),
         "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),

@@ -23,6 +23,7 @@ from sdk.quant.errors import CheckpointError
 from tests.models.test_activation_memory import Counting
 from tests.models.tiny_mmproj import save_both
 from tests.models.tiny_vision import (
+    DUAL,
     FREE,
     MODELS,
     expected_rows,
@@ -50,6 +51,8 @@ SIZES = {
     "qwen3_vl_moe": [[(40, 24)], [(64, 56)]],
     "paligemma": [[(56, 56)], [(56, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
+    "clip": [[(56, 56)], [(56, 56)]],
+    "siglip": [[(56, 56)], [(56, 56)]],
 }
 
 
@@ -73,7 +76,7 @@ def encode(tower: Tower, images: Any, layers: int = 1000) -> list[torch.Tensor]:
     return run.rows()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DUAL])
 def test_a_tower_computes_what_transformers_does(name: str, tmp_path: Path, ops: Ops) -> None:
     oracle = vision_model(name)
     oracle.save_pretrained(tmp_path)
@@ -183,8 +186,6 @@ def test_the_weights_of_a_tower_are_counted_from_headers(tmp_path: Path, ops: Op
     assert found is not None
     weights = {id(linear.weight): linear.weight.nbytes for _, linear in found.linears}
     held = sum(weights.values()) + sum(4 * own.numel() for own in found.vectors.values())
-    assert found.positions is not None
-    held += found.positions.nbytes
     # The second picture of a patch is added to the first one; rows are packed in blocks of 16, of
     # which these matrices of 72 and 104 rows fill the last one to a half.
     second = 4 * 3 * found.config.patch**2 * found.config.tower.hidden_size

@@ -3,6 +3,7 @@ images (mmproj)."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,7 +200,12 @@ def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
         if "language_model" in key or "text_model" in key or key.startswith("lm_head")
     }
     sections = config.rope_parameters.get("mrope_section")
-    facts = {} if sections is None else {"rope.dimension_sections": (ARRAY, (I32, [*sections, 0]))}
+    facts: dict[str, Any] = (
+        {} if sections is None else {"rope.dimension_sections": (ARRAY, (I32, [*sections, 0]))}
+    )
+    vision = model.config.vision_config
+    if deepstack := getattr(vision, "deepstack_visual_indexes", None):
+        facts["n_deepstack_layers"] = (U32, len(deepstack))  # llama.cpp compares widths by it
     own = SimpleNamespace(config=config, state_dict=lambda: tensors)
     file = gemma4_file(own) if arch == "gemma4" else gguf_of(own, facts, arch)
     tokens = [f"t{i}" for i in range(config.vocab_size)]
@@ -216,7 +222,7 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
     patch = vision.patch_size
     side = getattr(vision, "image_size", 560)
     if name == "qwen3_vl":
-        side = patch * 5
+        side = patch * math.isqrt(vision.num_position_embeddings)
     patch, side = (one[0] if isinstance(one, (list, tuple)) else one for one in (patch, side))
     layers -= name.startswith("llava")  # the text does not read the last one
     file = GgufBytes({"general.architecture": (STRING, "clip"), "general.type": (STRING, "mmproj")})

@@ -207,18 +207,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "image_token_id": 90,
     },
 }
+#: An encoder of texts of up to 24 tokens.
+DUAL_TEXT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+#: Encoders of texts beside encoders of images, whose vectors have 48 and 72 numbers.
+DUAL: dict[str, dict[str, Any]] = {
+    "clip": {"text_config": DUAL_TEXT, "vision_config": SIGLIP, "projection_dim": 48},
+    "siglip": {"text_config": {**DUAL_TEXT, "projection_size": 72}, "vision_config": SIGLIP},
+}
 
 
 def vision_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """A random model whose features are of the size of 1."""
     kind = name.partition("-")[0]
-    config = transformers.CONFIG_MAPPING[kind](**{**MODELS[name], **changes})
+    given = DUAL[name] if name in DUAL else MODELS[name]
+    config = transformers.CONFIG_MAPPING[kind](**{**given, **changes})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    kinds = transformers.AutoModel if name in DUAL else transformers.AutoModelForImageTextToText
+    model = kinds.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            spread = 0.3 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
-            parameter.normal_(0.3 if parameter.dim() == 1 else 0.0, spread)
+            spread = 0.3 if parameter.dim() <= 1 else parameter[0].numel() ** -0.5
+            parameter.normal_(0.3 if parameter.dim() <= 1 else 0.0, spread)
         for own, buffer in model.named_buffers():  # of Gemma 4
             end = own.rpartition("_")[2]
             if ".std_" in own or own.endswith("layer_scalar"):

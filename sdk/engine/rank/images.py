@@ -86,6 +86,16 @@ class ImageCache:
                 self._index[key] = index
         self._run, self._images = None, []
 
+    @property
+    def dual(self) -> bool:
+        """See :class:`sdk.models.vision.config.VisionConfig`."""
+        return self._tower.config.dual
+
+    def vector(self, key: bytes) -> Tensor:
+        """The vector of an encoded image of a dual encoder, float32 ``[1, hidden]``."""
+        index = torch.from_numpy(self._index[key]).long()
+        return self.rows[index.to(self.rows.device)]
+
     def index_of(self, key: bytes) -> _Ints:
         """The rows of the cache that an encoded image has, int32 ``[num_tokens]``."""
         return self._index[key]

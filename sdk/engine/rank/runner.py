@@ -111,7 +111,7 @@ class ModelRunner:
             states=config.num_states > 0,
             images=self._image_inputs(),
         )
-        if self.images is not None and isinstance(self.model, Decoder):
+        if self.images is not None and isinstance(self.model, Decoder) and not self.images.dual:
             self.model.images = self.images.rows
         mesh.reserve(4 * config.max_num_batched_tokens * facts.hidden_size)
         self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
@@ -409,6 +409,8 @@ class ModelRunner:
         """Pool the hidden states just run; at the end of the prompt, add the request's result."""
         spec, pooler = scored_row.request.spec, scored_row.request.pooler
         assert pooler is not None
+        if self.images is not None and spec.images and self.images.dual:
+            hidden = self.images.vector(spec.images[0].image.key)
         pooler.add(hidden)
         if not scored_row.ends:
             return

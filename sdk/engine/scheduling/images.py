@@ -108,10 +108,11 @@ class Images:
         if job.spec.prompt_embeds is not None:
             raise RequestError("images: expected token ids beside them, found prompt_embeds")
         end = 0
+        last = len(tokens) - (0 if limits.vision.dual else 1)
         for number, one in enumerate(images, 1):
             self._check_image(number, one)
             for first, count in one.spans:
-                if first < end or count < 1 or first + count >= len(tokens):
+                if first < end or count < 1 or first + count > last:
                     raise RequestError(
                         f"image {number}: expected its placeholders after those of the image "
                         f"before it and before the last of the prompt's {len(tokens)} tokens, "

@@ -91,7 +91,8 @@ class SchedulerConfig:
                 f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
             )
         self._check_groups()
-        if self.images is not None and not self.enable_chunked_prefill:
+        whole = self.images is not None and not self.images.vision.dual
+        if whole and not self.enable_chunked_prefill:
             raise ValueError("images need enable_chunked_prefill=True")
 
     @property

@@ -13,7 +13,12 @@ from sdk.images.processors.idefics import IdeficsProcessor
 from sdk.images.processors.pixtral import PixtralProcessor
 from sdk.images.processors.qwen import QwenProcessor
 from sdk.images.processors.settings import Settings
-from sdk.images.processors.square import GemmaProcessor, LlavaProcessor, PaliGemmaProcessor
+from sdk.images.processors.square import (
+    DualProcessor,
+    GemmaProcessor,
+    LlavaProcessor,
+    PaliGemmaProcessor,
+)
 from sdk.quant.errors import UnsupportedError
 
 _Maker = Callable[[Settings], ImageProcessor]
@@ -29,6 +34,8 @@ _IDEFICS: dict[str, _Maker] = {
 #: model_type -> transformers' classes of image processors that its checkpoints name -> ours. The
 #: first is taken where none is named.
 _PROCESSORS: dict[str, dict[str, _Maker]] = {
+    "clip": {"CLIPImageProcessor": DualProcessor},
+    "siglip": {"SiglipImageProcessor": DualProcessor},
     "gemma3": {"Gemma3ImageProcessor": GemmaProcessor},
     "paligemma": {"SiglipImageProcessor": PaliGemmaProcessor},
     "qwen2_vl": _QWEN,

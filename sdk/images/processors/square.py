@@ -1,4 +1,5 @@
-"""Images that become one square each, whatever their shape: Gemma 3, PaliGemma, LLaVA 1.5.
+"""Images that become one square each, whatever their shape: Gemma 3, PaliGemma, LLaVA 1.5, CLIP,
+SigLIP.
 
 Sources: transformers 5.24, models/gemma3 and models/paligemma (image processor of SigLIP),
 models/llava (of CLIP and LLaVA).
@@ -7,6 +8,7 @@ models/llava (of CLIP and LLaVA).
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -131,9 +133,9 @@ class PaliGemmaProcessor(ImageProcessor):
         return (tiling.num_tokens,)
 
 
-class LlavaProcessor(ImageProcessor):
-    """LLaVA 1.5: the shorter side resized to that of the tower, then its middle, or padded to a
-    square first."""
+class MiddleProcessor(ImageProcessor):
+    """The shorter side resized to that of the tower, then its middle (CLIP), or all of an image
+    resized to a square (SigLIP)."""
 
     placeholder = "<image>"
 
@@ -142,27 +144,25 @@ class LlavaProcessor(ImageProcessor):
         crops = settings.flag("do_center_crop", settings.kind != "SiglipImageProcessor")
         self._crop = tile_side(settings, 224, "crop_size" if crops else "size")
         size = settings.sides("size", {"shortest_edge" if crops else "height": self._crop})
+        if crops and isinstance(settings.keys.get("size"), int):
+            size = {"shortest_edge": size["height"]}  # so CLIP's class reads one number
         self._shortest = size.get("shortest_edge")
         self._side = settings.square("size", size)
         if self._shortest is not None and not crops:
             raise settings.unsupported("size", size, "height and width without do_center_crop")
-        # CLIP's processor has another padding of that name, which does nothing to one image.
-        self._background: tuple[int, ...] | None = None
-        if settings.kind == "LlavaImageProcessor" and settings.flag("do_pad", False):
-            mean: Any = settings.keys.get("image_mean") or CLIP_MEAN
-            self._background = tuple(int(value * 255) for value in mean)
-        check_all_patches(settings, "default")
-        side = tokens_per_side(settings, self._crop, settings.patch(14))
-        self._tiling_of_all = Tiling(((side, side),), side * side)
-        self.most_tokens = side * side
+        grid = self._grid(settings)
+        self._tiling_of_all = Tiling((grid,), math.prod(grid))
+        self.most_tokens = math.prod(grid)
         settings.done()
+
+    @abstractmethod
+    def _grid(self, settings: Settings) -> Size:
+        """Rows and columns of the tokens that an image becomes."""
 
     def _tiling(self, height: int, width: int) -> Tiling:
         return self._tiling_of_all
 
     def _tiles(self, picture: Picture, tiling: Tiling) -> Iterator[NDArray[np.uint8]]:
-        if self._background is not None:
-            picture = picture.padded_to_square(self._background)
         size = self._side, self._side
         if self._shortest is not None:
             size = shortest_edge(picture.height, picture.width, self._side)
@@ -170,6 +170,33 @@ class LlavaProcessor(ImageProcessor):
 
     def _marked(self, tiling: Tiling) -> Sequence[str | int]:
         return (tiling.num_tokens,)
+
+
+class LlavaProcessor(MiddleProcessor):
+    """LLaVA 1.5: one token for each patch; some files pad an image to a square first."""
+
+    def _grid(self, settings: Settings) -> Size:
+        # CLIP's processor has another padding of that name, which does nothing to one image.
+        self._background: tuple[int, ...] | None = None
+        if settings.kind == "LlavaImageProcessor" and settings.flag("do_pad", False):
+            mean: Any = settings.keys.get("image_mean") or CLIP_MEAN
+            self._background = tuple(int(value * 255) for value in mean)
+        check_all_patches(settings, "default")
+        side = tokens_per_side(settings, self._crop, settings.patch(14))
+        return side, side
+
+    def _tiles(self, picture: Picture, tiling: Tiling) -> Iterator[NDArray[np.uint8]]:
+        if self._background is not None:
+            picture = picture.padded_to_square(self._background)
+        yield from super()._tiles(picture, tiling)
+
+
+class DualProcessor(MiddleProcessor):
+    """CLIP and SigLIP beside their encoders of texts: one vector for an image."""
+
+    def _grid(self, settings: Settings) -> Size:
+        tokens_per_side(settings, self._crop, settings.patch(16))
+        return 1, 1
 
 
 def shortest_edge(height: int, width: int, edge: int) -> Size:
@@ -192,4 +219,4 @@ def center_crop(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     return canvas[top : top + side, left : left + side]
 
 
-__all__ = ["GemmaProcessor", "LlavaProcessor", "PaliGemmaProcessor"]
+__all__ = ["DualProcessor", "GemmaProcessor", "LlavaProcessor", "PaliGemmaProcessor"]

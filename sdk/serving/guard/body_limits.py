@@ -130,7 +130,7 @@ def _is_conversation(value: Sequence[object]) -> bool:
 
 
 def _is_image(part: Mapping[str, object]) -> bool:
-    return part.get("type") in _IMAGES and part.keys() <= _IMAGE_KEYS
+    return part.keys() == {"image"} or (part.get("type") in _IMAGES and part.keys() <= _IMAGE_KEYS)
 
 
 def _images(value: object) -> Iterator[object]:

@@ -7,7 +7,7 @@ import base64
 import struct
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from sdk.serving.access import Demand
 from sdk.serving.endpoint import Services, admitted, salted
 from sdk.serving.errors import check_ended
 from sdk.serving.exchange import Departure, Exchange
+from sdk.serving.items import read_conversation, read_items, read_prompts
 from sdk.serving.models import Target
 from sdk.serving.openai.requests import Body, prompts_of
 from sdk.serving.openai.responses import Responses
@@ -29,16 +30,23 @@ _TASKS = ("token_embed", "embed", "classify")
 
 
 async def embeddings(exchange: Exchange, services: Services) -> None:
-    """A vector for each text."""
+    """A vector for each text or image, or for a conversation (vLLM)."""
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
-    prompts = prompts_of(body.take("input"), "input")
+    given, messages = body.take("input"), body.take("messages")
+    answer = body.take_flag("add_generation_prompt", False)
     encode = read_encoding(body)
     wanted = read_wanted(body, target)
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     cut = read_cut(body)
     body.end()
     async with Departure(exchange):
+        if messages is None:
+            prompts = await read_prompts(given, "input", target, services)
+        elif given is None:
+            prompts = await read_conversation(messages, answer, target, services)
+        else:
+            raise RequestError("input, messages: expected one of the two, found both")
         read = await target.served.read(prompts, cut, wanted)
         found = await embedded(exchange, services, target, read, salt, wanted)
         made = Responses("embd", target.name, check_ended).embeddings(found)
@@ -199,17 +207,18 @@ async def pooling(exchange: Exchange, services: Services) -> None:
 
 
 async def classify(exchange: Exchange, services: Services) -> None:
-    """The classes of each text: vLLM's API."""
+    """The classes of each text: vLLM's API. ``labels``: see :meth:`sdk.LLM.classify`."""
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
-    prompts = prompts_of(body.take("input"), "input")
+    given, labels = body.take("input"), body.take("labels")
     probable = body.take_flag("activation", body.take_flag("use_activation", True))
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     cut = read_cut(body)
     body.end()
     async with Departure(exchange):
+        prompts = await read_prompts(given, "input", target, services)
         read = await target.served.read(prompts, cut)
-        found = await _classified(exchange, services, target, read, salt, probable)
+        found = await _classified(exchange, services, target, read, salt, probable, labels)
         data = [
             {"index": index, "label": one.label, "probs": one.probs, "num_classes": one.num_classes}
             for index, one in enumerate(found)
@@ -224,11 +233,13 @@ async def _classified(
     read: Sequence[Prompt],
     salt: str | None,
     probable: bool,
+    labels: Any = None,
 ) -> list[ClassificationOutput]:
     """:raises RequestError: the model has no classification head."""
     with await admitted(exchange, services, Demand(_count(read), 0, 1, target.name, len(read))):
         return await AsyncLLM(target.llm).classify(
             _given(read, salt),
+            labels=labels,
             use_activation=probable,
             lora_request=target.lora,
             tenant=_tenant(exchange, target),
@@ -251,17 +262,19 @@ async def rerank(exchange: Exchange, services: Services) -> None:
     """The documents that match a query best: the API of Cohere and Jina, as vLLM has it."""
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
-    query, top_n = body.take("query"), body.take("top_n")
-    documents = _documents(body.take("documents"))
+    asked, top_n = body.take("query"), body.take("top_n")
+    given = body.take("documents")
     shown = body.take_flag("return_documents", True)
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     if top_n == 0:  # Cohere: all
         top_n = None
     cut = read_cut(body)
     body.end()
-    if not isinstance(query, str):
-        raise RequestError(f"query: expected a string, found {safe_repr(query)}")
+    if not isinstance(asked, str | Mapping):
+        raise RequestError(f"query: expected a string, found {safe_repr(asked)}")
     async with Departure(exchange):
+        [query] = await read_items(asked, "query", target, services)
+        documents = await _documents(given, target, services)
         count = await _count_pairs(target, [query], documents, cut)
         demand = Demand(count, 0, 1, target.name, max(1, len(documents)))
         with await admitted(exchange, services, demand):
@@ -278,7 +291,7 @@ async def rerank(exchange: Exchange, services: Services) -> None:
                 {
                     "index": one.index,
                     "relevance_score": one.relevance_score,
-                    **({"document": {"text": one.document}} if shown else {}),
+                    **_shown(one.document if shown else None),
                 }
                 for one in found
             ]
@@ -292,29 +305,36 @@ async def rerank(exchange: Exchange, services: Services) -> None:
             )
 
 
-def _documents(given: object) -> list[str]:
-    """Documents are texts, or objects with one."""
+def _shown(document: object) -> dict[str, Any]:
+    """A document in a result: texts alone, since an image may have megabytes."""
+    return {"document": {"text": document}} if isinstance(document, str) else {}
+
+
+async def _documents(given: object, target: Target, services: Services) -> list[Any]:
+    """Documents are texts, or objects with one or with an image."""
     if not isinstance(given, list):
         raise RequestError(f"documents: expected a list of texts, found {safe_repr(given)}")
-    texts: list[str] = []
     for index, one in enumerate(given):
-        text = one.get("text") if isinstance(one, dict) else one
-        if not isinstance(text, str):
+        if not isinstance(one, str | Mapping):
             raise RequestError(f"documents[{index}]: expected a text, found {safe_repr(one)}")
-        texts.append(text)
-    return texts
+    texts = [
+        one["text"] if isinstance(one, Mapping) and isinstance(one.get("text"), str) else one
+        for one in given
+    ]
+    return await read_items(texts, "documents", target, services) if texts else []
 
 
 async def score(exchange: Exchange, services: Services) -> None:
     """How well texts match, pair by pair: vLLM's API."""
     body = Body(await exchange.read_json(services.max_body_bytes))
     target = services.models.resolve(body.take("model"))
-    left = prompts_of(body.take("text_1"), "text_1")
-    right = prompts_of(body.take("text_2"), "text_2")
+    first, second = body.take("text_1"), body.take("text_2")
     salt = salted(exchange.caller, body.take_text("cache_salt"))
     cut = read_cut(body)
     body.end()
     async with Departure(exchange):
+        left = await read_items(first, "text_1", target, services)
+        right = await read_items(second, "text_2", target, services)
         count = await _count_pairs(target, left, right, cut)
         with await admitted(exchange, services, Demand(count, 0, 1, target.name, len(right))):
             found = await AsyncLLM(target.llm).score(
