@@ -228,10 +228,12 @@ def sampled(variants: Mapping[str, Variant]) -> dict[str, Variant]:
     one of those that differ in tokens, types and widths."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for case, variant in variants.items():
-        kind = variant.job[:2]  # a weight and a product, or a card and a case
-        if len(variant.job) == 2:
-            kind = (case.split("/")[1], *variant.job[1].split()[:2])
-        groups.setdefault(tuple(kind), []).append(case)
+        format_or_card, name, *linear = variant.job
+        if linear:
+            kind = (format_or_card, name.split()[0])
+        else:
+            kind = (case.split("/")[1], *name.split()[:2])
+        groups.setdefault(kind, []).append(case)
     chosen = (cases[i % len(cases)] for i, cases in enumerate(groups.values()))
     return {case: variants[case] for case in chosen}
 
