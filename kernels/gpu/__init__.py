@@ -36,7 +36,7 @@ OLDEST_CARD = (7, 5)
 #: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
 OLDEST_TORCH = (2, 9)
 #: The newest Triton whose code of every kernel is recorded (``tests/gpu/aot/compiled``). Newer ones
-#: compile other code: 3.7 and 3.9 wait 32 times instead of twice in a loop of nf4 (docs/log.md).
+#: compile other code: docs/log/gpu.md has what was compared, up to 3.9.
 NEWEST_TRITON = (3, 6)
 ACTIVATIONS = ("float32", "bfloat16", "float16")
 logger = logging.getLogger("sdk")

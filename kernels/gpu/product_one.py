@@ -22,6 +22,10 @@ from sdk.kernels.gpu.product import of_expert
 from sdk.kernels.gpu.shares import store_tile, tile_rows
 from sdk.kernels.gpu.values import all_codes, load_planes, load_scale, load_zero
 
+#: Triton before 3.7 orders a load without neighbours by columns, later ones by rows; for the other
+#: order data would move through shared memory, with 16 barriers in each turn.
+_TURNED = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
 
 @triton.jit
 def words_of(words, PAIRS: tl.constexpr):
@@ -81,9 +85,10 @@ def small_values(
             bits = (top >> 3) & -0x70200000
             if NANS:
                 bits = tl.where((bits & 0x0F800000) == 0x0F800000, bits | 0x70000000, bits)
-    if KIND == "table":
-        # turned: Triton orders a load without neighbours by columns, and data would move for it
+    if KIND == "table" and _TURNED:
         value = tl.trans(tl.load(table + tl.trans(bits)))
+    elif KIND == "table":
+        value = tl.load(table + bits)
     else:
         value = bits.to(tl.float32, bitcast=True)
     return value, step

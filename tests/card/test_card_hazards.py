@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.rope import RopeAndCache
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.layouts import ActivationScheme, Layout
 from sdk.kernels.low_rank import Shape, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.rope import RopeAndCache as ReferenceRope
 from sdk.kernels.reference.sampling import Sample as ReferenceSample
 from sdk.kernels.sampling import DRAW, SampleBuffers
@@ -147,21 +150,35 @@ def scattered(count: int, first: int = 0) -> Tensor:
 # Counters: the last program to arrive adds up what the others wrote
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+#: Of packed weights, and of bytes with activations that are rounded to bytes.
+SHARED_SUMS: dict[str, Callable[[Any, int, int], Layout]] = {
+    "int4": lambda c, n, k: c.affine(n, k, 4, 128, "zeros"),
+    "int8-as-file": lambda c, n, k: replace(
+        c.affine(n, k, 8, k, "zero", signed=True), inputs=ActivationScheme("int")
+    ),
+    "fp8-as-file": lambda c, n, k: replace(c.float8(n, k, (1, k)), inputs=ActivationScheme("e4m3")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("int4", 1), ("int4", 8), ("int4", 64), ("int8-as-file", 16), ("fp8-as-file", 16)],
+)
 def test_shared_sums_have_the_same_bits_each_time(
-    cases: Any, ops: Ops, device: str, size: Size, tokens: int
+    cases: Any, ops: Ops, device: str, size: Size, name: str, tokens: int
 ) -> None:
     """A program that reads parts too early, or a counter that is not reset, changes bits in some
     runs. 256 rows leave K shared among 16 programs, and runs follow each other without a gap."""
-    times, k = size(300, 4), size(8192, 512)
-    layout = cases.affine(size(256, 32), k, 4, 128, "zeros")
+    times, k = size(300, 4), size(8192, 512 if name == "int4" else 1024)
+    layout = SHARED_SUMS[name](cases, size(256, 32), k)
     bound = ops.linear(layout)
     assert bound.choice.name.startswith("gpu."), bound.choice
     x = cases.activations(size(tokens, min(tokens, 3)), k)
     given = x.to(device)
     found = torch.stack([bound.matmul(given) for _ in range(times)]).cpu()
     assert bool((found == found[0]).all())
-    wanted = x.double() @ decode(layout).double().t()
+    seen = x if layout.inputs is None else fake_quantize(x, layout.inputs)
+    wanted = seen.double() @ decode(layout).double().t()
     assert (found[0].double() - wanted).norm() < 6e-3 * wanted.norm()
 
 
@@ -229,7 +246,7 @@ def test_contexts_of_131072_keys(device: str, size: Size, kv_heads: int) -> None
 def test_drafts_over_a_shared_prefix_have_the_same_bits_each_time(device: str, size: Size) -> None:
     """Eight queries of a request and a prefix that is read once for all: two kinds of parts share
     one counter for each row."""
-    times, prefix = size(100, 2), size(4096, 528)
+    times, prefix = size(300, 2), size(4096, 528)
     requests = [(prefix + 40, 8), (prefix + 33, 1), (prefix + 70, 8), (prefix + 17, 3)]
     order, common = scattered(prefix // PAGE + 4 * 5), prefix // PAGE
     tables = [

@@ -10,11 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import product_one
 from sdk.kernels.gpu.dense import multiply, wide_sums
 from sdk.kernels.gpu.elementwise import ACTIVATIONS
 from sdk.kernels.gpu.linear import TritonLinear
@@ -118,6 +120,18 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     # One token is not rounded; tables are rounded to float16 as x is.
     expected = (x if tokens == 1 else x.half()).double() @ decode(layout).double().t()
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "by columns"])
+def test_both_orders_of_a_look_up_give_the_same(
+    cases: Any, monkeypatch: pytest.MonkeyPatch, turned: bool
+) -> None:
+    """Which one is used depends on the version of Triton."""
+    monkeypatch.setattr(product_one, "_TURNED", tl.constexpr(turned))
+    layout = made(cases, "nf4-like")
+    x = cases.activations(1, layout.shape[1])
+    found = product(TritonLinear(torch.float16, FEW), layout, x)
+    assert distance(found, x.double() @ decode(layout).double().t()) < 5e-4
 
 
 @pytest.mark.quick_cases(2)

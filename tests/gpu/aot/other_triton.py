@@ -1,7 +1,10 @@
 """What another version of Triton makes of the kernels, beside the records of the usual one.
 
-    PYTHONPATH=FOLDER python tests/gpu/aot/sweep.py sm_90 --out OTHER   # FOLDER: the other Triton
+    PYTHONPATH=FOLDER python tests/gpu/aot/sweep.py sm_90 --sample --out OTHER
     python tests/gpu/aot/other_triton.py OTHER/sm_90.txt
+
+FOLDER has the other Triton (``pip install --no-deps --target FOLDER triton==3.7.1``). Without
+``--sample`` all variants are compiled.
 
 Prints a table by kernel, and each variant that spills more or fits fewer programs on a processor.
 """

@@ -163,14 +163,23 @@ class Variant(NamedTuple):
 
 
 def sweep(
-    card: str, folder: Path, until: float, *, accept: bool = False, with_ir: str | None = None
+    card: str,
+    folder: Path,
+    until: float,
+    *,
+    accept: bool = False,
+    with_ir: str | None = None,
+    sample: bool = False,
 ) -> int:
     """Go on with a card until a moment of the clock; the exit status.
 
-    ``with_ir``: a pattern of kernels whose IR is found too where it is not known yet.
+    ``with_ir``: a pattern of kernels whose IR is found too where it is not known yet. ``sample``:
+    of the variants those of :func:`sampled` alone.
     """
     record = Record(folder, card)
     variants = variants_of([card])[card]
+    if sample:
+        variants = sampled(variants)
     record.keep(variants)
     wrong = record.add({})
     left = {
@@ -212,6 +221,21 @@ def variants_of(cards: Sequence[str]) -> dict[str, dict[str, Variant]]:
                     keys.add((card, line["key"]))
                     found[card][case] = Variant(program, job, line["key"])
     return found
+
+
+def sampled(variants: Mapping[str, Variant]) -> dict[str, Variant]:
+    """Of every kernel with every format of weights or type of pages one variant, each time another
+    one of those that differ in tokens, types and widths."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for case, variant in variants.items():
+        format_or_card, name, *linear = variant.job
+        if linear:
+            kind = (format_or_card, name.split()[0])
+        else:
+            kind = (case.split("/")[1], *name.split()[:2])
+        groups.setdefault(kind, []).append(case)
+    chosen = (cases[i % len(cases)] for i, cases in enumerate(groups.values()))
+    return {case: variants[case] for case in chosen}
 
 
 def _named(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -293,12 +317,27 @@ def main() -> None:
         help="a pattern of kernels whose IR is found too where a line lacks it, so that a change "
         "to their source compiles only those that it reaches",
     )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="one variant of every kernel with every format: for another Triton (other_triton.py)",
+    )
     options = parser.parse_args()
+    if options.sample and options.out == COMPILED:
+        parser.error("--sample: expected another folder (--out), or the other records are lost")
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
     cards = options.cards or CARDS
     statuses = [
-        sweep(card, options.out, until, accept=options.accept, with_ir=options.ir) for card in cards
+        sweep(
+            card,
+            options.out,
+            until,
+            accept=options.accept,
+            with_ir=options.ir,
+            sample=options.sample,
+        )
+        for card in cards
     ]
     sys.exit(1 if 1 in statuses else max(statuses))
 

@@ -229,6 +229,38 @@ def test_a_few_variants_are_divided_among_all_processes(
     assert [case for chunk in chunks for case in chunk] == list(left)
 
 
+def test_a_sample_has_every_kernel_with_every_format_in_changing_variants() -> None:
+    def variants(program: str, jobs: dict[str, Any]) -> dict[str, sweep.Variant]:
+        return {case: sweep.Variant(program, job, case) for case, job in jobs.items()}
+
+    weights = ("q4_0", "q6_k", "nf4-g64")
+    products = {
+        f"product/{weight}/{tokens}/float16": (weight, "product", tokens, "float16", "cuda", 90)
+        for weight in weights
+        for tokens in (2, 64)
+    }
+    cases = {
+        f"attention+int8+{width}/{kernel}": ("sm_90", f"attention int8 {width}")
+        for width in (64, 128)
+        for kernel in ("decode_kernel", "prefill_kernel")
+    }
+    found = sweep.sampled(variants("one.py", products) | variants("two.py", cases))
+    assert list(found) == [
+        *("product/q4_0/2/float16", "product/q6_k/64/float16", "product/nf4-g64/2/float16"),
+        *("attention+int8+128/decode_kernel", "attention+int8+64/prefill_kernel"),
+    ]
+
+
+def test_a_sample_does_not_replace_the_records(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "sm_90", "--sample"])
+    monkeypatch.setattr(sweep, "sweep", lambda *_, **__: pytest.fail("it was begun"))
+    with pytest.raises(SystemExit):
+        sweep.main()
+    assert "--sample: expected another folder (--out)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("card", records.LIMITS)
 def test_spilled_registers_are_wrong_on_every_card(card: str) -> None:
     for kernel in ("rope_kernel", "product_one", "product"):
