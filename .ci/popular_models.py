@@ -336,8 +336,9 @@ def _opens(name: str) -> bool:
 
 
 def runs(family: Family) -> bool:
-    """Whether somebody who needs another model may be sent to this one."""
-    return is_native(family, "gguf") and is_native(family, "types")
+    """Whether somebody who needs another model may be sent to this one: it runs in every form that
+    it has."""
+    return is_native(family, "types") and (not family.gguf or is_native(family, "gguf"))
 
 
 def named(name: str) -> Family:
