@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sdk.kernels.layouts import Dense
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
-from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
+
+if TYPE_CHECKING:
+    from sdk.quant.scheme import Scheme
 
 #: Names of the embedding in safetensors folders and in GGUF files.
 EMBEDDINGS = ("embed_tokens", "token_embd")
@@ -40,6 +43,8 @@ def online_scheme(name: str) -> Scheme:
 
     :raises QuantizationError: unknown, or a scheme that needs calibration text or writes GGUF.
     """
+    from sdk.quant.scheme import Scheme
+
     scheme = Scheme.parse(name)
     if scheme.needs_data or scheme.container == "gguf":
         raise QuantizationError(

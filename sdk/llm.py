@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others com
     from sdk.loading.quant_report import QuantReport
     from sdk.memory.plan import MemoryPlan
     from sdk.models.config import ModelConfig
+    from sdk.requests.pooling import PoolingRequests
     from sdk.requests.served import Served
 
 
@@ -89,7 +91,12 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
         self._prefixes, self._memory = served.prefixes, served.memory
         self._runner = served.model_runner
         frontend = served.frontend
-        self._reader, self._job_maker, self._pooling, self._beam_searches, self._defaults = frontend
+        self._reader, self._job_maker, self._defaults = (
+            frontend.reader,
+            frontend.job_maker,
+            frontend.defaults,
+        )
+        self._beam_searches = frontend.beam_searches
         self._default_params = self._defaults.params
         self.max_model_len = self._reader.max_model_len
         self._stepping = Stepping(self._driver, self._job_maker)
@@ -103,6 +110,10 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
         )
         self._job_maker.before_structures = self._memory.hold_vocabulary
         self._close = weakref.finalize(self, self._driver.close)
+
+    @cached_property
+    def _pooling(self) -> PoolingRequests:  # type: ignore[override]
+        return self._served.frontend.pooling()
 
     @staticmethod
     @takes_options

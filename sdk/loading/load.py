@@ -44,8 +44,6 @@ from sdk.loading.embedding_head import embedding_head
 from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
-from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
-from sdk.memory.drafting_heads import next_token_head
 from sdk.memory.images import tower_limits, why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
@@ -472,6 +470,9 @@ def _drafting_weights(
         )
     if speculative is None or not speculative.has_weights:
         return None
+    from sdk.memory.drafting import check_same_vocabulary, opened_draft_model, opened_head
+    from sdk.memory.drafting_heads import next_token_head
+
     longest = memory.max_model_len
     target = model_config(config, checkpoint)
     if speculative.is_own_head:

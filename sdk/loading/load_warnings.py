@@ -13,7 +13,6 @@ from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
 from sdk.loading.quant_report import LayerReport, quant_report
-from sdk.memory.drafting_heads import is_of_block
 from sdk.models.architecture import architecture
 from sdk.models.config_keys import unknown_keys
 from sdk.models.leftovers import Leftovers
@@ -121,6 +120,8 @@ def _leftovers(
     ignored = getattr(runner.model, "ignored_tensors", ())
     drafting = runner.config.drafting
     if drafting is not None and drafting.head is not None and drafting.head.block:
+        from sdk.memory.drafting_heads import is_of_block
+
         unused = [name for name in unused if not is_of_block(drafting.head, name)]
     found = Leftovers.of(
         unused,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.api.lora import LoRALike, LoRAsLike
 from sdk.api.near_misses import names_keywords
@@ -16,9 +16,11 @@ from sdk.api.outputs import (
 )
 from sdk.engine.plan import PoolingMode
 from sdk.requests.job_runner import JobRunner
-from sdk.requests.pooling import PoolingRequests
 from sdk.requests.prompts import PromptLike
 from sdk.requests.vectors import OutputDtype, Wanted
+
+if TYPE_CHECKING:
+    from sdk.requests.pooling import PoolingRequests
 
 
 class PoolingMethods:

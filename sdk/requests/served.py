@@ -4,6 +4,7 @@ or a script answers them (:mod:`sdk.testing.served_script`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,7 +19,6 @@ from sdk.requests.adapters import Adapters
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.job_driver import JobDriver
 from sdk.requests.job_maker import JobMaker
-from sdk.requests.pooling import PoolingRequests
 from sdk.requests.progress import Advice
 from sdk.requests.prompt_images import ImageReader
 from sdk.requests.prompts import Prompt, PromptReader
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # loaded with a model
     from sdk.loading.sampling_defaults import SamplingDefaults
     from sdk.memory.plan import MemoryPlan
     from sdk.models.config import ModelConfig
+    from sdk.requests.pooling import PoolingRequests
 
 
 class Prefixes(Protocol):
@@ -70,11 +71,12 @@ class Monitor(Protocol):
 
 
 class Frontend(NamedTuple):
-    """What turns calls into jobs, wherever these run."""
+    """What turns calls into jobs, wherever these run. ``pooling`` makes what only calls need that
+    generate nothing."""
 
     reader: PromptReader
     job_maker: JobMaker
-    pooling: PoolingRequests
+    pooling: Callable[[], PoolingRequests]
     beam_searches: BeamSearches
     defaults: SamplingDefaults
 
@@ -103,11 +105,17 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
         has_head=not facts.values.get(WITHOUT_HEAD),
         closed_schemas=config.disable_additional_properties,
     )
-    head = facts.embedding_head
+
+    def pooling() -> PoolingRequests:
+        from sdk.requests.pooling import PoolingRequests
+
+        head, hidden = facts.embedding_head, model.hidden_size
+        return PoolingRequests(jobs, reader, facts.classifier, head, Advice(), hidden)
+
     return Frontend(
         reader,
         jobs,
-        PoolingRequests(jobs, reader, facts.classifier, head, Advice(), model.hidden_size),
+        pooling,
         BeamSearches(jobs, reader, facts.eos_token_ids, max_model_len, config.on_progress),
         facts.defaults,
     )

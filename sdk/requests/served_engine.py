@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.api.errors import CheckpointError, OutOfMemoryError, RequestError, SnapshotError
 from sdk.api.flags import check_flags
@@ -20,10 +20,7 @@ from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.pages.budget import Budget
 from sdk.engine.pages.image_keys import key_ids
 from sdk.engine.rank.runner import ModelRunner
-from sdk.engine.snapshot import Snapshot
 from sdk.kernels.system import SYSTEM
-from sdk.loading.explain import explain
-from sdk.loading.fork import fork_config
 from sdk.loading.load import Loaded, fork
 from sdk.loading.quant_report import QuantReport, quant_report
 from sdk.memory.demand import STRUCTURE_WORD_BYTES
@@ -37,6 +34,9 @@ from sdk.requests.job_runner import run_jobs
 from sdk.requests.monitoring import Monitoring
 from sdk.requests.prompts import Prompt
 from sdk.requests.served import frontend_of
+
+if TYPE_CHECKING:
+    from sdk.engine.snapshot import Snapshot
 
 
 class EngineMemory:
@@ -305,12 +305,15 @@ class SavedPrefixes:
             )
         if prompt.adapter is not None:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
+        from sdk.engine.snapshot import Snapshot
+
         ids, salt = prompt.token_ids, prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
         return Snapshot(self.model_key, ids[: stored.num_tokens], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
+        from sdk.engine.snapshot import Snapshot
 
         def read() -> Snapshot:
             ids, salt = self.kept.tokens_of(request_id)
@@ -328,6 +331,8 @@ class SavedPrefixes:
         self, source: Snapshot | str | PathLike[str], salt: str | None, *, pin: bool
     ) -> int:
         """Put a snapshot back; returns how many of its tokens are in the cache now."""
+        from sdk.engine.snapshot import Snapshot
+
         check_flags(pin=pin)
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
         self._check(snapshot)
@@ -461,6 +466,8 @@ class ServedEngine:
 
     def explain(self) -> str:
         """See :class:`sdk.requests.served.Served`."""
+        from sdk.loading.explain import explain
+
         facts = self.facts
         return explain(
             facts.config,
@@ -479,8 +486,9 @@ class ServedEngine:
 
     def fork(self, **options: Any) -> ServedEngine:
         """See :class:`sdk.requests.served.Served`."""
-        config = fork_config(self.memory.plan, self.facts.values, **options)
+        from sdk.loading.fork import fork_config
 
+        config = fork_config(self.memory.plan, self.facts.values, **options)
         weights = self.driver.between_steps(lambda: self._loaded.runner.weights)
         return ServedEngine(fork(self._loaded, weights, config))
 

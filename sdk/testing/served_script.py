@@ -71,7 +71,7 @@ class ServedScript:
         self.frontend = Frontend(
             reader,
             self.jobs,
-            PoolingRequests(self.jobs, reader, None),
+            lambda: PoolingRequests(self.jobs, reader, None),
             _NoBeams(self.jobs, reader, frozenset({END}), max_model_len, None),
             SamplingDefaults(default_params, "a fake model"),
         )

@@ -13,8 +13,6 @@ from sdk.api.params import SamplingParams
 from sdk.engine.executor import Pending
 from sdk.engine.pages.tiered_pool import moves_to_lowest_tier
 from sdk.engine.plan import RequestStart, SequenceSpec, StepPlan, StepResult, StepRow
-from sdk.engine.rank.adapters import RankAdapters
-from sdk.engine.rank.drafting_model import DraftingModel
 from sdk.engine.rank.eager import Eager
 from sdk.engine.rank.experts import MovingExperts, all_record
 from sdk.engine.rank.forward import ForwardPasses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
@@ -15,10 +15,12 @@ from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import open_checkpoint
-from sdk.models.drafting_heads import HeadConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
+
+if TYPE_CHECKING:
+    from sdk.models.drafting_heads import HeadConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.groups import Groups
 from sdk.engine.pages.prefixes import Prefix, Prefixes
 from sdk.engine.recorder import MetricsRecorder
-from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
@@ -18,6 +18,9 @@ from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.kernels.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from sdk.engine.scheduling.adapter_slots import AdapterSlots
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
@@ -17,12 +17,14 @@ from sdk.api.scheduling_policy import make_policy
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import check_min_bits
 from sdk.engine.plan import Pooled
-from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.in_flight import InFlightBatches
 from sdk.engine.scheduling.negative_prompt import longest_answer
 from sdk.engine.scheduling.request import NEGATIVE_SUFFIX, Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.engine.scheduling.waiting import WaitingRequests
+
+if TYPE_CHECKING:
+    from sdk.engine.scheduling.adapter_slots import AdapterSlots
 
 #: ``running`` is sorted by it: the last one is preempted first.
 _RUNNING_ORDER = attrgetter("position", "order")

@@ -44,6 +44,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from sdk.api.outputs import RequestEvent
 from sdk.engine.pages.groups import Groups
@@ -52,10 +53,8 @@ from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.pages.tiered_pool import TieredPagePool, lowest_tiers
 from sdk.engine.plan import Encoding, RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.recorder import MetricsRecorder
-from sdk.engine.scheduling.adapter_slots import AdapterSlots
 from sdk.engine.scheduling.admission import Admission
 from sdk.engine.scheduling.commit import Committer
-from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.images import Images
 from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
 from sdk.engine.scheduling.negative_prompt import in_prefill
@@ -64,6 +63,10 @@ from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.engine.scheduling.step_times import StepTimes
+
+if TYPE_CHECKING:
+    from sdk.engine.scheduling.adapter_slots import AdapterSlots
+    from sdk.engine.scheduling.drafts import Drafts
 
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
@@ -114,6 +117,8 @@ class Scheduler:
         #: ``None``: requests cannot have adapters.
         self.adapters: AdapterSlots | None = None
         if config.adapter_slots:
+            from sdk.engine.scheduling.adapter_slots import AdapterSlots
+
             patience = config.max_num_seqs  # a batch of requests may overtake one that waits
             self.adapters = AdapterSlots(config.adapter_slots, config.adapter_bytes, patience)
         self.queues = RequestQueues(config, self.prefixes, self._in_flight, clock, self.adapters)
