@@ -488,10 +488,8 @@ class Scheduler:
         """
         found = None
         if self.queues.policy.preemptive and not self._paused:
-            for request in self.queues.running:
-                if request.urgent and in_prefill(request) and busy.isdisjoint(request.sequences):
-                    found = request
-                    break
+            free = (one for one in self.queues.running if busy.isdisjoint(one.sequences))
+            found = next((one for one in free if one.urgent and in_prefill(one)), None)
         self._paused = found is not None
         return found
 
@@ -516,10 +514,8 @@ class Scheduler:
             if found:
                 left -= len(found)
                 num = 1 + len(found)
-                decodes[index] = (
-                    request,
-                    row._replace(num_scheduled_tokens=num, num_output_rows=num, drafts=found),
-                )
+                row = row._replace(num_scheduled_tokens=num, num_output_rows=num, drafts=found)
+                decodes[index] = request, row
             if len(request.pages) > held:
                 new_pages.append((request.request_id, tuple(request.pages[held:])))
         return budget - left
