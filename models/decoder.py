@@ -171,7 +171,8 @@ class Layer:
         if self.mixers:
             x, residual = self._input(self._rounding, delta, residual, self.before_attention)
             x = self._mix(x, step, caches)
-            delta = self._output(x, self.after_attention, self.attention_scale)
+            # No name is left for what went into the norm: the plan does not count it.
+            delta = x = self._output(x, self.after_attention, self.attention_scale)
         delta, residual = self._feed_forward(delta, residual)
         if self.input is not None:
             residual = delta if residual is None else self.ops.add(residual, delta)

@@ -21,8 +21,9 @@ _EXPECTED = (
 
 def is_tensor(source: object) -> bool:
     """Whether ``source`` is a tensor of torch; torch is not imported to find out."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.Tensor)
+    # Without the class another thread is importing torch, and this is not one of its tensors.
+    kind: Any = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(source, kind)
 
 
 def array_pixels(source: Any, name: str, limits: ImageLimits) -> NDArray[np.uint8]:

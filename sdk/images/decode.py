@@ -68,8 +68,8 @@ def decode(
         return _decode_bytes(_read_file(source, name, limits, paths), name, limits)
     if isinstance(source, np.ndarray) or is_tensor(source):
         return _opaque(array_pixels(source, name, limits), name)
-    pillow: Any = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(source, pillow.Image):
+    pillow: Any = getattr(sys.modules.get("PIL.Image"), "Image", None)
+    if pillow is not None and isinstance(source, pillow):
         check_size(source.height, source.width, name, limits)
         orientation = exif_orientation(_exif(source))
         return _pixels(source, orientation, f"{name} (an image of Pillow)")

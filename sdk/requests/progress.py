@@ -77,7 +77,9 @@ class Advice:
 def _loop_runs() -> bool:
     """Whether an asyncio loop runs in this thread."""
     asyncio = sys.modules.get("asyncio")  # a program without loops need not import it: 20 ms
-    return asyncio is not None and asyncio._get_running_loop() is not None
+    # Another thread may be importing it.
+    running = getattr(asyncio, "_get_running_loop", None)
+    return running is not None and running() is not None
 
 
 def _in_a_cell() -> bool:

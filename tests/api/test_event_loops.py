@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,14 @@ def test_the_first_waiting_call_names_its_twin_and_its_own_line() -> None:
     assert text.startswith("generate() was called in a running event loop")
     assert "await llm.agenerate(...)" in text
     assert warning.filename == __file__
+
+
+def test_a_call_while_another_thread_imports_asyncio_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FakeLLM("yes") as llm:
+        monkeypatch.setitem(sys.modules, "asyncio", types.ModuleType("asyncio"))
+        assert llm.generate("a")[0].text
 
 
 def shout(text: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import os
+import sys
 import threading
+import types
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -292,3 +294,14 @@ def test_threads_share_nothing_and_pillow_stays_as_it_is() -> None:
         ImageFile.LOAD_TRUNCATED_IMAGES,
         list(warnings.filters),
     )
+
+
+def test_what_is_read_while_another_thread_imports_torch_and_pillow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    for name in ("torch", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert decode(pixels).shape == (2, 3, 3)
+    with pytest.raises(RequestError, match="of type object"):
+        decode(object())
