@@ -65,9 +65,9 @@ def test_integer_products_are_vnni_instructions(functions: dict[str, list[str]])
     products = inner(functions, "panel_int")
     assert len(products) >= 80  # bits, unit, minimum and rows make a function each
     for symbol, lines in products.items():
-        # 8 per 32 k, for each row of x (the last number in the symbol) and both row blocks; twice
-        # where the compiler made two loops of it, with and without something left to prefetch
-        rows = int(re.findall(r"Li(\d+)E", symbol)[-1])
+        # 8 per 32 k, for each row of x (after bits, unit and minimum in the symbol) and both row
+        # blocks; twice where the compiler made two loops of it, as there may be nothing to prefetch
+        rows = int(re.findall(r"L[ib](\d+)E", symbol)[3])
         assert count(lines, r"\bvpdpbusd\b") in (16 * rows, 32 * rows), symbol
 
 

@@ -406,7 +406,7 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kPanelBlocks * per_block * kStripRows;
     uint8_t* expanded = (uint8_t*)(minuses + kPanelBlocks * per_block * kStripRows);
-    const bool first_cache = first_cache_prefetch();
+    const bool first_cache = args->m == 1 && first_cache_prefetch();  // more rows prefetch a whole panel
     const bool again = pass < args->m;  // over the same strips: the strips after them do not come next
     const int64_t last = (again ? strips->end : strips->reach) * kStripBlocks;
     for (int64_t m = 0; m < args->m; m += pass) {

@@ -108,15 +108,6 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.ahead == b.ahead;
 }
 
-// At least `tasks`, and one for every kTaskBytes: threads rarely read equally fast, and at the end of a product
-// of an 8B one of them waited for a quarter of what the other had.
-int64_t product_tasks(const Weight& w, int64_t items, int64_t tasks) {
-    const int64_t bytes = w.dense ? w.n * w.k * (int64_t)element_size(w.scale_type) : code_bytes(w, strips_of(w));
-    const int64_t fine = bytes / kTaskBytes;
-    const int64_t most = items < kMaxTasks ? items : (int64_t)kMaxTasks;
-    return fine < tasks ? tasks : fine < most ? fine : most;
-}
-
 void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed : *bytes; }
 
 }  // namespace
@@ -147,6 +138,17 @@ int64_t Runtime::tasks_for(int64_t total, int64_t work) const {
     if (tasks > work / kMinTaskWork) tasks = work / kMinTaskWork;
     const int64_t most = total < kMaxTasks ? total : (int64_t)kMaxTasks;
     return tasks < most ? tasks : most;
+}
+
+// Tasks of a product over `items` strips like those of `each`. A large one has one for every kTaskBytes: threads
+// rarely read equally fast, and at the end of a product of an 8B one waited for a quarter of what the other had.
+int64_t Runtime::product_tasks(const LinearArgs& each, int64_t items) const {
+    const Weight& w = *each.w;
+    const int64_t tasks = tasks_for(items, each.m * w.n * w.k / (in_integers(each) ? 4 : 1));
+    if (tasks <= 1 || each.file) return tasks;  // parts of files are requested and released by large pieces
+    const int64_t strip = w.dense ? kStripRows * w.k * (int64_t)element_size(w.scale_type) : code_bytes(w, 1);
+    const int64_t fine = items * strip / kTaskBytes, most = items < kMaxTasks ? items : (int64_t)kMaxTasks;
+    return fine < tasks ? tasks : fine < most ? fine : most;
 }
 
 struct Runtime::Frame {
@@ -325,20 +327,15 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
     if (op.kind == kOpSample) return {count, tasks_for(count, count * op.sample.width)};
     if (op.kind == kOpGroup || op.kind == kOpFetch || op.kind == kOpTransfer) return {1, 1};
     if (op.kind == kOpExperts) {
-        const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
-        const int64_t work = each.m * each.w->n * each.w->k;
-        return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
+        return {strips, product_tasks(op.experts.each, strips)};
     }
     if (op.kind == kOpHeads) {
-        const LinearArgs& each = op.heads.each;
-        const int64_t strips = head_strips(op.heads), work = each.m * each.w->n * each.w->k;
-        return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
+        const int64_t strips = head_strips(op.heads);
+        return {strips, product_tasks(op.heads.each, strips)};
     }
-    const Weight& w = *op.linear.w;
     const int64_t items = linear_items(op.linear, pool.threads());
-    const int64_t tasks = tasks_for(items, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1));
-    return {items, tasks > 1 && !op.linear.file ? product_tasks(w, items, tasks) : tasks};
+    return {items, product_tasks(op.linear, items)};
 }
 
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.

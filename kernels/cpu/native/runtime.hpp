@@ -72,6 +72,7 @@ public:
 private:
     struct Frame;  // the run, for the threads
     int64_t tasks_for(int64_t total, int64_t work) const;
+    int64_t product_tasks(const LinearArgs& each, int64_t items) const;
     struct Needs;
     Status prepare(Program& program, const int64_t* counts);
     Status bind(Op* op, int64_t n, Needs* needs);
