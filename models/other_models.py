@@ -154,7 +154,7 @@ REFUSED = (
             *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
         ),
         types=(
-            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "glm5_next_text"),
+            *("bailing_hybrid", "bailing_moe_v2_5", "glm5_next_text"),
             *("kimi_linear", "lara_mini", "minimax", "minimax_text_01", "plamo2"),
             *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
