@@ -133,6 +133,7 @@ FAMILIES = (
     Family("MiniCPM3, Youtu-LLM", ("minicpm3", "deepseek2"), ("minicpm3", "youtu")),
     Family("Mamba-2, OLMo Hybrid", ("mamba2",), ("mamba2", "olmo_hybrid")),
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
+    Family("OpenELM", ("openelm",), ("openelm",)),
     Family("CodeGen", (), ("codegen",)),
     Family("Jamba, Bamba", ("jamba",), ("jamba", "bamba")),
     Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),

@@ -61,10 +61,6 @@ _SPARSE = _decoder(
     "an indexer chooses the tokens that a token attends to; attention here reads all of them, or "
     "a window",
 )
-_SIZES = _decoder(
-    "with layers of several sizes",
-    "heads, widths or caches differ from layer to layer, and the cache here has one size",
-)
 _LOOPS = _decoder(
     "that runs its layers several times or adds to them between blocks",
     "a layer runs once per token here",
@@ -179,11 +175,6 @@ REFUSED = (
         _RESIDUALS,
         gguf=("deepseek4", "qwen4exp"),
         types=("deepseek_v4", "qwen4_exp_text"),
-    ),
-    RefusedModels(
-        _SIZES,
-        gguf=("openelm",),
-        types=("openelm",),
     ),
     RefusedModels(_BYTES, gguf=(), types=("blt",)),
     RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),

@@ -133,7 +133,7 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
     "ministral": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "vaultgemma": _WINDOWED,
-    **dict.fromkeys(("gptj", "codegen"), {"rotary_dim": 8}),
+    **{name: {"rotary_dim": 8} for name in ("gptj", "codegen")},
     "dbrx": {
         "d_model": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
