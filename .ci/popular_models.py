@@ -134,6 +134,7 @@ FAMILIES = (
     Family("Mamba-2, OLMo Hybrid", ("mamba2",), ("mamba2", "olmo_hybrid")),
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
     Family("OpenELM", ("openelm",), ("openelm",)),
+    Family("Jais", ("jais",), ("jais",)),
     Family("CodeGen", (), ("codegen",)),
     Family("Jamba, Bamba", ("jamba",), ("jamba", "bamba")),
     Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),

@@ -83,7 +83,6 @@ _PHI_MOE = Refusal(
     "and weights of experts than the model was trained with",
     "A folder of its safetensors files (model_type 'phimoe') runs",
 )
-_ALIBI = _undescribed("with ALiBi instead of rotary positions")
 _VARIATION = _undescribed("of known parts")
 _IMAGE_TOKENS = _decoder(
     "of text and images in one",
@@ -183,7 +182,6 @@ REFUSED = (
         gguf=("arctic", "grok", "grovemoe", "smallthinker"),
         types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
-    RefusedModels(_ALIBI, gguf=("jais",), types=("jais",)),
     RefusedModels(_PHI_MOE, gguf=("phimoe",)),
     RefusedModels(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     RefusedModels(
