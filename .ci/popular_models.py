@@ -135,6 +135,7 @@ FAMILIES = (
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
     Family("OpenELM", ("openelm",), ("openelm",)),
     Family("Jais", ("jais",), ("jais",)),
+    Family("PLaMo-13B, PLaMo 3 (GGUF)", ("plamo", "plamo3"), ()),
     Family("CodeGen", (), ("codegen",)),
     Family("Jamba, Bamba", ("jamba",), ("jamba", "bamba")),
     Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),

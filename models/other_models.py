@@ -189,8 +189,8 @@ REFUSED = (
     ),
     RefusedModels(
         _VARIATION,
-        gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3"),
-        types=("chatglm", "codeshell", "plamo", "plamo3"),
+        gguf=("gptj", "hunyuan_vl", "maple"),
+        types=("chatglm", "codeshell"),
     ),
     RefusedModels(
         _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")
