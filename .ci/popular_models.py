@@ -135,8 +135,11 @@ FAMILIES = (
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
     Family("OpenELM", ("openelm",), ("openelm",)),
     Family("Jais", ("jais",), ("jais",)),
-    Family("PLaMo-13B, PLaMo 3 (GGUF)", ("plamo", "plamo3"), ()),
-    Family("CodeGen", (), ("codegen",)),
+    Family(
+        "PLaMo-13B, PLaMo 3", ("plamo", "plamo3"), ("plamo", "plamo3"), "another order in folders",
+        ("Qwen3",),
+    ),
+    Family("CodeGen", (), ("codegen",), "older models", ("Qwen2.5",)),
     Family("Jamba, Bamba", ("jamba",), ("jamba", "bamba")),
     Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),
     Family(
