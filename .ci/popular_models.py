@@ -133,7 +133,14 @@ FAMILIES = (
     Family("MiniCPM3, Youtu-LLM", ("minicpm3", "deepseek2"), ("minicpm3", "youtu")),
     Family("Mamba-2, OLMo Hybrid", ("mamba2",), ("mamba2", "olmo_hybrid")),
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
-    Family("Jamba", ("jamba",), ("jamba",)),
+    Family("OpenELM", ("openelm",), ("openelm",)),
+    Family("Jais", ("jais",), ("jais",)),
+    Family(
+        "PLaMo-13B, PLaMo 3", ("plamo", "plamo3"), ("plamo", "plamo3"), "another order in folders",
+        ("Qwen3",),
+    ),
+    Family("CodeGen", (), ("codegen",), "older models", ("Qwen2.5",)),
+    Family("Jamba, Bamba", ("jamba",), ("jamba", "bamba")),
     Family("Llama-Nemotron Super, Ultra, 51B", ("deci",), ("deci", "nemotron-nas")),
     Family(
         "GLM-4.5, 4.6, 4.7", ("glm4moe",), ("glm4_moe",), "router of its own",

@@ -107,6 +107,8 @@ class HfFolder:
         self._warned: set[str] = set()
         own = architecture(self.config.get("model_type"))
         self._rules = TensorRules() if own is None else own.tensors
+        if own is not None and own.config.defaults.get("tie_word_embeddings"):
+            self.config = {"tie_word_embeddings": True, **self.config}
         named, of_vision = vision_tensors.named(self.config, self._named(files))
         self._turned = vision_tensors.turned(self.config)
         self._tensors, ahead = self._with_next_token(named)

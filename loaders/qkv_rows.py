@@ -7,6 +7,8 @@ its query heads, its key, its value. With one key/value head both orders are the
 key/value heads as query heads, a query, a key and a value take turns. Rows of a packed weight are
 moved as they are.
 
+CodeGen's files have the rows of four ranks (``TensorRules.qkv_by_rank``).
+
 The joined projections of delta nets are stored by head of keys in some folders
 (``TensorRules.deltas_by_key_head``): queries, keys, values and gates of one, or strengths and
 decays of one.
@@ -32,7 +34,8 @@ def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
     """
     own = architecture(config.get("model_type"))
     stem = name.removesuffix(".bias")
-    if own is not None and own.tensors.qkv_by_rank and stem.endswith(".qkv_proj"):
+    ranks = None if own is None else own.tensors.qkv_by_rank
+    if own is not None and ranks == 0 and stem.endswith(".qkv_proj"):
         raise UnsupportedError(
             f"{name}: expected q_proj, k_proj and v_proj, found them joined: files of "
             f"{own.model_type} have the rows of several ranks one after the other and do not say "
@@ -43,6 +46,10 @@ def stored_rows(config: Mapping[str, Any], name: str) -> Tensor | None:
         return torch.cat([torch.arange(width, 2 * width), torch.arange(width)])
     if (found := delta_rows(config, stem)) is not None:
         return found
+    if ranks and stem.endswith(".qkv_proj"):
+        hidden = int(config["hidden_size"])
+        q, v, k = torch.arange(3 * hidden).view(ranks, 3, -1).unbind(1)
+        return torch.cat([part.reshape(-1) for part in (q, k, v)])
     if own is None or not own.tensors.qkv_by_group or not stem.endswith(".qkv_proj"):
         return None
     heads, width = int(config["num_attention_heads"]), head_dim(config)

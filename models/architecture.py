@@ -353,8 +353,8 @@ class TensorRules(NamedTuple):
     ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
     one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
     ``experts_apart``: gate and up of all experts of a layer are two tensors.
-    ``qkv_by_rank``: the rows of ``qkv_proj`` are those of several ranks one after the other; files
-    do not say of how many, so they are refused.
+    ``qkv_by_rank``: the rows of ``qkv_proj`` are those of so many ranks one after the other, of
+    each queries, values and keys; 0: files do not say of how many, so they are refused.
     """
 
     norms_minus_one: bool = False
@@ -368,7 +368,7 @@ class TensorRules(NamedTuple):
     up_before_gate: bool = False
     experts_by_rows: bool = False
     experts_apart: bool = False
-    qkv_by_rank: bool = False
+    qkv_by_rank: int | None = None
     deltas_by_key_head: bool = False
 
     def norm_offset(self, path: str) -> float:

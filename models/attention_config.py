@@ -57,7 +57,7 @@ def heads_of(
     heads = max(each) if each else fields.count("num_attention_heads", MAX_WIDTH)
     kv_heads = fields.count("num_key_value_heads", MAX_WIDTH, default=heads)
     odd = next((one for one in each or (heads,) if one % kv_heads), None)
-    if odd is not None:
+    if odd is not None and not fields.has("num_key_value_heads_per_layer"):  # those are checked
         fields.fail("num_key_value_heads", f"a divisor of {odd} heads", kv_heads)
     if not fields.has("head_dim") and hidden % heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
@@ -67,12 +67,12 @@ def heads_of(
 def layer_caches(
     fields: Fields, rules: ConfigRules, windows: Sequence[int | None], heads: Sequence[int]
 ) -> LayerCaches:
-    """See :data:`LayerCaches`. ``heads``: the numbers of query heads that layers have."""
+    """See :data:`LayerCaches`. ``heads``: the query heads of each layer."""
     found = () if rules.caches is None else tuple(rules.caches(fields, windows))
-    own = {one.kv_heads for one in found if not isinstance(one, int)}
-    odd = next(((one, kv) for one in heads for kv in own if one % kv), None)
-    if odd is not None:
-        fields.fail("num_key_value_heads", f"a divisor of {odd[0]} heads in each layer", odd[1])
+    for one, own in zip(heads, found, strict=False):
+        kv_heads = one if isinstance(own, int) else own.kv_heads
+        if one % kv_heads:
+            fields.fail("num_key_value_heads", f"a divisor of {one} heads in each layer", kv_heads)
     return found
 
 

@@ -306,7 +306,7 @@ class ModelConfig:
         first, max_position = _positions(fields, embedding, latent)
         causal = rules.causal and is_causal(fields)
         windows = windows_of(config, fields, known, layers)
-        caches = layer_caches(fields, rules, windows, (*layer_heads, heads))
+        caches = layer_caches(fields, rules, windows, layer_heads or [heads] * layers)
         dims = head_dims(caches, windows, head_dim if latent is None else latent.turning)
         ropes, of_layer = ropes_of(fields, rules, dims, windows)
         experts = known and experts_of(fields, known, layers)

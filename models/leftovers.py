@@ -29,7 +29,7 @@ _HARMLESS = (
         "computed from the config",
         re.compile(
             r"(^|\.)(rotary_emb\.\w+|inv_freq|position_ids|masked_bias|attn_rot_embd\.weight"
-            r"|attn\.bias|attention\.bias)$"
+            r"|attn\.bias|attention\.bias|relative_pe\.slopes)$"
         ),
     ),
     ("of an indexer, which chooses all tokens of a context so short", re.compile(r"\.indexer\.")),

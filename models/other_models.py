@@ -61,10 +61,6 @@ _SPARSE = _decoder(
     "an indexer chooses the tokens that a token attends to; attention here reads all of them, or "
     "a window",
 )
-_SIZES = _decoder(
-    "with layers of several sizes",
-    "heads, widths or caches differ from layer to layer, and the cache here has one size",
-)
 _LOOPS = _decoder(
     "that runs its layers several times or adds to them between blocks",
     "a layer runs once per token here",
@@ -87,7 +83,6 @@ _PHI_MOE = Refusal(
     "and weights of experts than the model was trained with",
     "A folder of its safetensors files (model_type 'phimoe') runs",
 )
-_ALIBI = _undescribed("with ALiBi instead of rotary positions")
 _VARIATION = _undescribed("of known parts")
 _IMAGE_TOKENS = _decoder(
     "of text and images in one",
@@ -165,7 +160,7 @@ REFUSED = (
             *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
         ),
         types=(
-            *("bailing_hybrid", "bailing_moe_v2_5", "bamba", "glm5_next_text"),
+            *("bailing_hybrid", "bailing_moe_v2_5", "glm5_next_text"),
             *("kimi_linear", "lara_mini", "minimax", "minimax_text_01", "plamo2"),
             *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
@@ -191,11 +186,6 @@ REFUSED = (
         gguf=("deepseek4", "qwen4exp"),
         types=("deepseek_v4", "qwen4_exp_text"),
     ),
-    RefusedModels(
-        _SIZES,
-        gguf=("openelm",),
-        types=("openelm",),
-    ),
     RefusedModels(_BYTES, gguf=(), types=("blt",)),
     RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
     RefusedModels(
@@ -203,7 +193,6 @@ REFUSED = (
         gguf=("arctic", "grok", "grovemoe", "smallthinker"),
         types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
     ),
-    RefusedModels(_ALIBI, gguf=("jais",), types=("jais",)),
     RefusedModels(_PHI_MOE, gguf=("phimoe",)),
     RefusedModels(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     RefusedModels(
@@ -211,8 +200,8 @@ REFUSED = (
     ),
     RefusedModels(
         _VARIATION,
-        gguf=("gptj", "hunyuan_vl", "maple", "plamo", "plamo3"),
-        types=("chatglm", "codeshell", "plamo", "plamo3"),
+        gguf=("gptj", "hunyuan_vl", "maple"),
+        types=("chatglm", "codeshell"),
     ),
     RefusedModels(
         _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")

@@ -51,6 +51,11 @@ def _derived(config: dict[str, Any]) -> None:
         renamed = {"mamba": _MAMBA, "attention": _ATTENTION}
         config["layer_types"] = [renamed.get(kind, kind) for kind in kinds]
     config["mlp_width"] = config.get("shared_intermediate_size", 1024)
+    derive_head(config)
+
+
+def derive_head(config: dict[str, Any]) -> None:
+    """The width of a head of Mamba-2, where a config leaves it to the model."""
     heads, hidden = config.get("mamba_n_heads", 128), config.get("hidden_size")
     if config.get("mamba_d_head") in (None, "auto") and isinstance(hidden, int) and heads:
         config["mamba_d_head"] = config.get("mamba_expand", 2) * hidden // heads
@@ -65,7 +70,8 @@ def _unrotated(fields: Fields, windows: Sequence[int | None]) -> list[bool]:
     return [rotates != "rope"] * len(windows)
 
 
-def _recurrent(fields: Fields) -> Mamba2Spec | None:
+def recurrent(fields: Fields) -> Mamba2Spec | None:
+    """The sizes of its Mamba-2, if any layer has one."""
     if _MAMBA not in fields.values.get("layer_types", ()):
         return None
     bias = fields.flag("mamba_proj_bias", default=False)
@@ -122,7 +128,7 @@ ARCHITECTURE = Architecture(
         has_experts=some_experts,
         dense_width="mlp_width",
         kinds=_KINDS,
-        recurrent=_recurrent,
+        recurrent=recurrent,
     ),
     more_gguf=(
         _GGUF,

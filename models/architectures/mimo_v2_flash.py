@@ -133,9 +133,7 @@ ARCHITECTURE = Architecture(
         expert_width="moe_intermediate_size",
         biases=biases,
     ),
-    tensors=TensorRules(
-        names={"self_attn.sinks": "self_attn.attention_sink_bias"}, qkv_by_rank=True
-    ),
+    tensors=TensorRules(names={"self_attn.sinks": "self_attn.attention_sink_bias"}, qkv_by_rank=0),
     more_gguf=(
         GgufRules(
             "mimo2",

@@ -185,6 +185,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "conv_kernel": 4,
     },
     "mamba2": {"num_heads": 8, "head_dim": 64, "n_groups": 1, "state_size": 32, "expand": 2},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -225,7 +226,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 #: What follows from other keys, and transformers' classes do not let a file say.
 _NOT_STORED = {
     "falcon_h1": ("layer_types",),
-    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "jamba"), ("layer_types",)),
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "jamba", "bamba"), ("layer_types",)),
     "minicpm3": ("logits_scaling",),
 }
 #: What a GGUF file of a model can express, where the defaults of its class are something else.

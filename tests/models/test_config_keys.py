@@ -39,7 +39,7 @@ from tests.models.test_model_architectures import ARCHITECTURES, LATENT, V3
 #: Models with recurrent layers.
 HYBRIDS = (
     *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
-    *("mamba2", "mamba", "falcon_mamba", "jamba"),
+    *("mamba2", "mamba", "falcon_mamba", "jamba", "bamba"),
 )
 
 Load = Callable[..., Any]
@@ -133,7 +133,7 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 3},
     "ministral": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "vaultgemma": _WINDOWED,
-    "gptj": {"rotary_dim": 8},
+    **{name: {"rotary_dim": 8} for name in ("gptj", "codegen")},
     "dbrx": {
         "d_model": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},

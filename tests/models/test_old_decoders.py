@@ -185,6 +185,12 @@ def test_what_a_config_asks_for_besides_is_refused_by_name(
         load(checkpoint)
 
 
+def test_rows_of_four_ranks_need_a_width_that_they_divide() -> None:
+    config = {**tiny("codegen", num_hidden_layers=1).config.to_dict(), "n_embd": 62, "n_head": 2}
+    with pytest.raises(CheckpointError, match="hidden_size: expected a multiple of 4, found 62"):
+        ModelConfig.from_dict(config)
+
+
 @pytest.mark.parametrize("key", ["n_embd", "n_head", "n_layer", "n_positions", "n_inner"])
 @pytest.mark.parametrize("value", ["x", [3], -1])
 def test_a_wrong_number_is_an_error_by_our_name(key: str, value: object) -> None:
