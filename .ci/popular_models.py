@@ -333,8 +333,9 @@ def _opens(name: str) -> bool:
 
 
 def runs(family: Family) -> bool:
-    """Whether somebody who needs another model may be sent to this one."""
-    return is_native(family, "gguf") and is_native(family, "types")
+    """Whether somebody who needs another model may be sent to this one. Of some models there are no
+    GGUF files."""
+    return (not family.gguf or is_native(family, "gguf")) and is_native(family, "types")
 
 
 def named(name: str) -> Family:
