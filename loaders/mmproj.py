@@ -192,7 +192,8 @@ class Mmproj:
         if found not in known:
             raise UnsupportedError(
                 f"{self.path}: {key}: expected one of {', '.join(sorted(known))}, found "
-                f"{str(found)[:80]!r}: its images are not supported"
+                f"{str(found)[:80]!r}: its images are not supported; mmproj=False opens the text "
+                "alone"
             )
         return known[found]
 

@@ -141,6 +141,13 @@ _DUAL = Refusal(
     "several sizes (NaFlex)",
     "Folders of CLIP, SigLIP and SigLIP 2 with one size of images run (docs/embeddings.md)",
 )
+_RESAMPLER = Refusal(
+    "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 4.5, "
+    "MiniCPM-o)",
+    "that code is not run, and its resampler of images is not described here",
+    "Open a GGUF file of its language model for text alone (mmproj=False), or Qwen3-VL, Gemma 3 or "
+    "InternVL 3, whose images run (docs/models.md)",
+)
 _TOWER_ALONE = Refusal(
     "an encoder of images without that of texts",
     "prompts are compared with texts here",
@@ -224,6 +231,7 @@ REFUSED = (
             *("siglip2_text_model", "vision-text-dual-encoder", "x_clip"),
         ),
     ),
+    RefusedModels(_RESAMPLER, gguf=(), types=("minicpmv", "minicpmo")),
     RefusedModels(
         _TOWER_ALONE,
         gguf=(),

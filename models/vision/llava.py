@@ -19,9 +19,10 @@ from sdk.models.vision.config import (
     only,
     square_tiles,
 )
-from sdk.models.vision.family import Family, MmprojRules, VisionNames
+from sdk.models.vision.family import SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import learned
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
+from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.source import Source
@@ -66,7 +67,16 @@ def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Files have the layers up to the one that the text reads. Those of LLaVA-Next have sizes of
-    larger pictures."""
+    larger pictures. llama.cpp's old script also writes towers of SigLIP, which have no class token.
+
+    :raises UnsupportedError: this is one: what becomes of larger pictures is not in such a file.
+    """
+    if "v.class_embd" not in keys.values[SHAPES]:
+        raise UnsupportedError(
+            "mmproj: expected the tower of CLIP, with a class token (v.class_embd), found one "
+            "without (LLaVA-OneVision, or LLaVA with SigLIP): open the folder of its safetensors "
+            "files, or load the text alone (mmproj=False)"
+        )
     vision = {**common, "model_type": "clip_vision_model"}
     whole: dict[str, Any] = {
         "model_type": "llava",

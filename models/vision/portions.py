@@ -34,10 +34,10 @@ def parts_of(lengths: Sequence[int], config: VisionConfig) -> Parts | None:
     projector."""
     hidden, merged = config.tower.hidden_size, config.merge**2
     row = 24 * hidden**2 + 4 * hidden * max(lengths)
-    rest = max(PART_OPERATIONS // row, merged)
+    rest = max(PART_OPERATIONS // row, 1)
     if sum(lengths) <= rest:
         return None
-    return Parts(_KEYS * rest, rest, rest // merged * merged)
+    return Parts(_KEYS * rest, rest, max(rest // merged, 1) * merged)
 
 
 def units(lengths: Sequence[int], config: VisionConfig) -> int:

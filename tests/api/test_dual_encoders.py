@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sdk import LLM, RequestError
 from tests.dual_models import TEXTS, their_images, their_texts, their_tokenizer, write_dual
+from tests.models.test_vision_formats import rewrite_fp8
 from tests.vision_prompts import picture
 
 EXACT: dict[str, Any] = {
@@ -173,3 +174,30 @@ def test_options_change_nothing_or_are_named(tmp_path: Path) -> None:
     named = pytest.raises(RequestError, match=r"filled up to 24 tokens with '</s>'.* found 16")
     with LLM(str(tmp_path), max_model_len=16, **EXACT) as llm, named:
         llm.embed(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_packed_folders_have_the_vectors_of_their_values(kind: str, tmp_path: Path) -> None:
+    """FP8 in both encoders and in the projections, as compressed-tensors writes it."""
+    theirs = write_dual(kind, tmp_path)
+
+    def chosen(name: str) -> bool:
+        layers = ".layers." in name and name.endswith(("proj.weight", "fc1.weight", "fc2.weight"))
+        return layers or "projection" in name or name.startswith("text_model.head.")
+
+    rewrite_fp8(tmp_path, chosen, [])
+    count = 0
+    with torch.no_grad():
+        for name, values in theirs.named_parameters():
+            if values.dim() == 2 and chosen(name):
+                scale = values.abs().amax(dim=1, keepdim=True) / 448
+                codes = (values / scale).to(torch.float8_e4m3fn).float()
+                values.copy_(codes * scale.to(torch.bfloat16).float())
+                count += 1
+    assert count == (38 if kind == "clip" else 37)
+    wanted = torch.cat(
+        [their_texts(kind, tmp_path, theirs, TEXTS), their_images(kind, theirs, PICTURES)]
+    ).numpy()
+    with LLM(str(tmp_path), **EXACT) as llm:
+        found = vectors(llm.embed([*TEXTS, *(seen(one) for one in PICTURES)]))
+    assert np.abs(found - wanted).max() < 3e-6

@@ -180,6 +180,12 @@ def test_every_way_to_ask_gives_the_same_answer(llm: LLM) -> None:
     assert llm.estimate(messages, GREEDY).num_prompt_tokens == len(first.prompt_token_ids)
 
 
+def test_a_fork_reads_images_with_the_same_weights(llm: LLM) -> None:
+    messages = with_images(SEVERAL, [picture(40, 61, 1), picture(97, 30, 2)])
+    with llm.fork() as other:
+        assert answer(other.chat(messages, GREEDY)[0]) == answer(llm.chat(messages, GREEDY)[0])
+
+
 @dataclass
 class Colors:
     red: bool

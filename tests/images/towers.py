@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: The encoders of Gemma 3 at 896 pixels (SigLIP-400M) and of Qwen3-VL 2B at 1,024.
+#: The encoders of Gemma 3 at 896 pixels (SigLIP-400M), of Qwen3-VL 2B at 1,024, and of SigLIP 2
+#: (so400m) and CLIP (ViT-L/14) beside encoders of texts, for which there are no GGUF files.
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "hidden_size": 1152,
@@ -39,8 +40,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [0, 2],
     },
+    "siglip": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+        "image_size": 384,
+        "patch_size": 16,
+    },
+    "clip": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 14,
+    },
 }
-SIDES = {"gemma3": 896, "qwen3_vl": 1024}
+SIDES = {"gemma3": 896, "qwen3_vl": 1024, "siglip": 384, "clip": 224}
 
 
 def patches(name: str) -> int:
@@ -53,8 +68,12 @@ def write(name: str, layers: int, dtype: str, folder: Path) -> None:
 
     from tests.gguf_models import ARRAY, F32, I32, STRING, U32, save_gguf
     from tests.models.tiny_mmproj import FAMILIES, mmproj_file, text_file
-    from tests.models.tiny_vision import MODELS, vision_model
+    from tests.models.tiny_vision import DUAL, MODELS, vision_model
 
+    if name in DUAL:
+        own = {**DUAL[name]["vision_config"], **SHAPES[name], "num_hidden_layers": layers}
+        vision_model(name, vision_config=own).to(getattr(torch, dtype)).save_pretrained(folder)
+        return
     vision = {**MODELS[name]["vision_config"], **SHAPES[name]}
     vision["depth" if "depth" in vision else "num_hidden_layers"] = layers
     text = {**MODELS[name]["text_config"], "vocab_size": 300}
@@ -62,11 +81,11 @@ def write(name: str, layers: int, dtype: str, folder: Path) -> None:
     if name == "gemma3":
         changes["mm_tokens_per_image"] = 256
     model = vision_model(name, **changes)
-    own = text_file(model, name)
+    file_of_text = text_file(model, name)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [*(f"t{i}" for i in range(len(tokens), 299)), FAMILIES[name][2]]
     types = [2, 3, 3, *[6] * 256, *[1] * 40, 3]
-    own.metadata |= {
+    file_of_text.metadata |= {
         "tokenizer.ggml.model": (STRING, "llama"),
         "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),
         "tokenizer.ggml.token_type": (ARRAY, (I32, types)),
@@ -74,7 +93,7 @@ def write(name: str, layers: int, dtype: str, folder: Path) -> None:
         "tokenizer.ggml.bos_token_id": (U32, 1),
         "tokenizer.ggml.eos_token_id": (U32, 2),
     }
-    save_gguf(folder / "model.gguf", own)
+    save_gguf(folder / "model.gguf", file_of_text)
     file = mmproj_file(model, name)
     for key, (shape, _, data) in file.tensors.items():
         if len(shape) == 2 and "position" not in key:
@@ -122,7 +141,8 @@ def run_transformers(name: str, folder: Path, threads: int, rounds: int, dtype: 
     from tests.models.tiny_vision import expected_rows, image
 
     torch.set_num_threads(threads)
-    kind = transformers.AutoModelForImageTextToText
+    dual = name in ("clip", "siglip")
+    kind = transformers.AutoModel if dual else transformers.AutoModelForImageTextToText
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     config = vision_of(model.config.to_dict())
     assert config is not None

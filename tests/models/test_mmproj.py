@@ -291,6 +291,17 @@ def test_rows_that_are_no_heads_are_named(tmp_path: Path, ops: Ops) -> None:
         build_tower(open_checkpoint(path), Mesh(), ops)
 
 
+def test_a_tower_without_a_class_token_is_refused(tmp_path: Path) -> None:
+    """LLaVA-OneVision: its files are those of LLaVA with the tower of SigLIP."""
+    model = vision_model("llava")
+    text = read_gguf(save_gguf(tmp_path / "text.gguf", text_file(model, "llava")))
+    file = mmproj_file(model, "llava")
+    del file.tensors["v.class_embd"]
+    path = save_gguf(tmp_path / "mmproj.gguf", file)
+    with pytest.raises(UnsupportedError, match=r"v.class_embd\), found one without .LLaVA-OneVis"):
+        Mmproj(path, text, {"model_type": "llama", "hidden_size": 64})
+
+
 def test_llava_files_of_other_widths_and_vit_6b_are_refused(tmp_path: Path) -> None:
     """What LLaVA's files call the projection's width is CLIP's, so the last matrix tells it."""
     model = vision_model("llava")

@@ -93,7 +93,7 @@ def test_a_file_in_blocks_has_the_values_that_its_blocks_have(
     assert worst(oracle, path, ops) <= 2e-5
 
 
-def _fp8(folder: Path, quantized: Callable[[str], bool], ignored: list[str]) -> None:
+def rewrite_fp8(folder: Path, quantized: Callable[[str], bool], ignored: list[str]) -> None:
     """Rewrite matrices as compressed-tensors does: a scale for each row."""
     path = folder / "model.safetensors"
     tensors, found = load_file(path), {}
@@ -127,7 +127,7 @@ def test_the_tower_of_a_folder_whose_text_is_in_fp8_stays_in_16_bits(
 ) -> None:
     oracle = vision_model(name).to(torch.bfloat16)
     oracle.save_pretrained(tmp_path)
-    _fp8(
+    rewrite_fp8(
         tmp_path,
         lambda key: "language_model.layers" in key and key.endswith("proj.weight"),
         ["re:.*vision.*", "re:.*visual.*", "re:.*multi_modal_projector.*", "lm_head"],
@@ -142,7 +142,7 @@ def test_a_tower_in_fp8_has_the_values_that_its_scales_say(tmp_path: Path, ops: 
     def chosen(key: str) -> bool:
         return ".layers." in key and key.endswith(("proj.weight", "fc1.weight", "fc2.weight"))
 
-    _fp8(tmp_path, chosen, ["re:.*multi_modal_projector.*", "lm_head"])
+    rewrite_fp8(tmp_path, chosen, ["re:.*multi_modal_projector.*", "lm_head"])
     oracle = oracle.float()
     with torch.no_grad():
         for key, values in oracle.named_parameters():

@@ -18,6 +18,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.projections import Projection
 from sdk.models.vision.anyres import packed_tokens
 from sdk.models.vision.memory import tower_bytes
+from sdk.models.vision.portions import units
 from sdk.models.vision.tower import Tower, build_tower
 from sdk.quant.errors import CheckpointError
 from tests.models.test_activation_memory import Counting
@@ -123,7 +124,7 @@ def test_portions_count_layers_of_groups_of_tiles(
         assert torch.equal(own, rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DUAL])
 def test_parts_of_a_layer_have_the_bits_of_the_whole_and_a_bound(
     name: str, tmp_path: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,9 @@ def test_parts_of_a_layer_have_the_bits_of_the_whole_and_a_bound(
         busy += work[0] > 0
         assert work[0] <= most
     assert parts > busy > tower.num_layers
+    tiles = [rows * columns * tower.config.merge**2 for rows, columns in own.grids]
+    lengths = [one + tower.config.class_token for one in tiles]
+    assert parts == units(lengths, tower.config)  # as the scheduler counts them
     assert torch.equal(run.rows()[0], whole)
 
 
