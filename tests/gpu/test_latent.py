@@ -168,6 +168,14 @@ def test_what_these_kernels_cannot_run_is_declined() -> None:
         LatentRopeAndCache().run(*parts, batch, pages)
 
 
+def test_cards_of_amd_decline_latent_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7")
+    problem = Problem("attention", head_dim=576, value_dim=512, kv_dtype="int8", format="latent")
+    for kernels in (LatentAttention(False), LatentAttention(True), LatentRopeAndCache()):
+        reason = kernels.reject(problem)
+        assert reason is not None and reason.startswith("latent pages on AMD's cards")
+
+
 def test_heads_are_multiplied_one_at_a_time() -> None:
     """Kernels of cards have no product of heads."""
     heads, n, k = 3, 24, 32

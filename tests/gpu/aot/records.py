@@ -58,7 +58,7 @@ SPILLED = {
     ("gfx90a", "prefill_kernel"): 504,
     ("gfx90a", "shared_kernel"): 268,
     ("gfx942", "product"): 524,
-    ("gfx942", "prefill_kernel"): 520,
+    ("gfx942", "prefill_kernel"): 544,
     ("gfx942", "shared_kernel"): 284,
 }
 #: Numbers that a line of every card needs, and one of a card whose instructions are read.

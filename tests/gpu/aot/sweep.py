@@ -105,15 +105,16 @@ def linear_jobs(card: str) -> list[Job]:
     return jobs
 
 
-def attention_cases() -> list[str]:
-    """The names of ``compile_attention.py``'s."""
+def attention_cases(card: str) -> list[str]:
+    """The names of ``compile_attention.py``'s. AMD's cards decline latents."""
     cases = ["rows", "sampling", "experts", "adapters", "states", "attention exact"]
     for dtype, head_dim in itertools.product(PAGES, (64, 80, 96, 128, 256)):
         cases += [
             f"attention {dtype} {head_dim}{rich}" for rich in ("", " window cap sinks cascade")
         ]
     cases += ["one head", "one head window cap sinks cascade"]
-    cases += [f"latent {dtype}{more}" for dtype in LATENT for more in ("", " exact")]
+    if card.startswith("sm_"):
+        cases += [f"latent {dtype}{more}" for dtype in LATENT for more in ("", " exact")]
     cases += [f"attention {dtype} biased" for dtype in BIASED]
     cases += [" ".join(("both ways", d, str(n), more)).strip() for d, n, more in BOTH_WAYS]
     return cases + [f"rope {dtype}" for dtype in PAGES]
@@ -206,7 +207,7 @@ def variants_of(cards: Sequence[str]) -> dict[str, dict[str, Variant]]:
     """Of each card all variants by name, each key once: under the first job that needs it."""
     jobs: dict[str, list[Any]] = {
         "compile_kernels.py": [job for card in cards for job in linear_jobs(card)],
-        "compile_attention.py": [(card, case) for card in cards for case in attention_cases()],
+        "compile_attention.py": [(card, case) for card in cards for case in attention_cases(card)],
     }
     names = {target: card for card, target in CARDS.items()}
     found: dict[str, dict[str, Variant]] = {card: {} for card in cards}
