@@ -182,7 +182,7 @@ native: $(CONSTRAINTS)
 	@SKBUILD_CMAKE_DEFINE="EMBEDLM_LEVELS=$(LEVELS)" CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
 	  $(PIP_INSTALL) --quiet --progress-bar off --no-deps -e .
 	@$(PY) -c 'from importlib.metadata import files; exit(not any(f.name.startswith("_native.") for f in files("embedlm")))' || \
-	  echo "embedlm: the native module did not compile; this shows why: $(PY) -m pip install -v --no-deps -e ." >&2
+	  echo "embedlm: the native module did not compile; this shows why: $(PY) -m pip install -v --no-deps --editable ." >&2
 
 # embedlm is installed by then: this installs what the extra asks for, without a second build.
 $(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed .ci/constraints-dev.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -76,13 +77,21 @@ def test_a_stream_of_llm_gives_what_is_new(tiny: LLM, collect: Collect) -> None:
 
 def test_a_request_has_the_callers_id_and_is_aborted_by_it(tiny: LLM) -> None:
     engine = AsyncLLM(tiny)
+    aborted = threading.Event()
+
+    def gate(tokens: list[int], logits: Any) -> Any:
+        """The second token waits until the first one is read, however slow the reader is."""
+        if tokens:
+            aborted.wait(60)
+        return logits
 
     async def read() -> list[RequestOutput]:
         outputs = []
-        stream = engine.generate(PROMPT, PARAMS.clone(max_tokens=100), "mine")
-        async for output in stream:
+        params = PARAMS.clone(max_tokens=100, logits_processors=[gate])
+        async for output in engine.generate(PROMPT, params, "mine"):
             outputs.append(output)
             engine.abort("mine")
+            aborted.set()
         return outputs
 
     outputs = asyncio.run(read())

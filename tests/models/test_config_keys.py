@@ -384,4 +384,4 @@ def test_keys_that_nothing_reads_are_reported(tmp_path: Path) -> None:
         [warning] = llm.load_warnings
         assert warning.endswith("have no effect: attn_logit_softcapping, made_up")
         assert warning.startswith("config.json: ")
-    assert unknown_keys({"model_type": "mamba", "made_up": 1}) == []
+    assert unknown_keys({"model_type": "rwkv", "made_up": 1}) == []

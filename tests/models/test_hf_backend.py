@@ -89,7 +89,7 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
             assert torch.equal(found, whole)
 
 
-@pytest.mark.parametrize("name", ["axk1", "sarvam_mla", "codegen", "nanochat"])
+@pytest.mark.parametrize("name", ["axk1", "sarvam_mla", "nanochat"])
 def test_a_saved_folder_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     # Latent attention with experts; looked-up rotations; norms without weights.
     assert outcome(name, tmp_path) == "transformers"
