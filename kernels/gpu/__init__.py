@@ -33,8 +33,9 @@ __all__ = ["GpuBackend", "available", "open_backend"]
 DENSE_FROM_WITHOUT_MMA = 32
 #: Compute capability of the oldest card for which Triton kernels are compiled.
 OLDEST_CARD = (7, 5)
-#: The first torch version whose Triton (3.5) lets a kernel ask what it is compiled for.
-OLDEST_TORCH = (2, 9)
+#: The first torch version whose Triton (3.6) compiles every kernel: 3.5 copies no two bytes, as a
+#: scale has, asynchronously.
+OLDEST_TORCH = (2, 10)
 #: The newest Triton whose code of every kernel is recorded (``tests/gpu/aot/compiled``). Newer ones
 #: compile other code: docs/log/gpu.md has what was compared, up to 3.9.
 NEWEST_TRITON = (3, 6)
@@ -57,7 +58,7 @@ def available(device: str) -> str | None:
         return "torch finds no GPU"
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
-        return f"torch {torch.__version__} is older than 2.9"
+        return f"torch {torch.__version__} is older than 2.10"
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST_CARD:
         return "compute capability {}.{}: expected 7.5 or newer".format(*found)

@@ -68,8 +68,8 @@ def test_what_a_gpu_lacks_is_said_with_what_to_install(monkeypatch: pytest.Monke
     assert available("cuda") == "torch finds no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert available("cuda") == "torch 2.8.0+cpu is older than 2.9"
-    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    assert available("cuda") == "torch 2.8.0+cpu is older than 2.10"
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
     assert available("cuda") == "compute capability 6.1: expected 7.5 or newer"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert available("cuda") is None
