@@ -353,7 +353,7 @@ class TensorRules(NamedTuple):
     ``experts_by_rows``: a float tensor with one matrix of all experts of a layer has the rows of
     one expert after the other, ``[E * width, hidden]``, also of the matrix back to the hidden size.
     ``experts_apart``: gate and up of all experts of a layer are two tensors.
-    ``qkv_by_rank``: the rows of ``qkv_proj`` are those of so many ranks one after the other, of
+    ``qkv_by_rank``: the rows of ``qkv_proj`` are those of this many ranks, one after the other, of
     each queries, values and keys; 0: files do not say of how many, so they are refused.
     """
 

@@ -163,7 +163,6 @@ class CpuBackend:
             GatedDelta,
             GatedNorm,
             Rates,
-            SelectiveScan,
             StateSpace,
         )
         from sdk.kernels.cpu.stored_rows import ReadRows
@@ -188,7 +187,7 @@ class CpuBackend:
             "causal_conv": (CausalConv(runtime),),
             "gated_delta": (GatedDelta(runtime),),
             "ssd": (StateSpace(runtime),),
-            "selective_scan": (SelectiveScan(runtime),),
+            "selective_scan": (StateSpace(runtime, by_row=True),),
             "rates": (Rates(runtime),),
             "gated_norm": (GatedNorm(runtime),),
         }

@@ -108,12 +108,13 @@ class GatedDelta:
 
 
 class StateSpace:
-    """See :meth:`sdk.kernels.state_ops.StateOps.ssd`."""
+    """See :meth:`sdk.kernels.state_ops.StateOps.ssd`; with ``by_row``, ``selective_scan``, which is
+    one head whose rows differ to the native code."""
 
-    name = "cpu.ssd"
-
-    def __init__(self, runtime: NativeRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: NativeRuntime, *, by_row: bool = False) -> None:
+        self._runtime, self._by_row = runtime, by_row
+        self._op = "selective_scan" if by_row else "ssd"
+        self.name = f"cpu.{self._op}"
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -131,76 +132,28 @@ class StateSpace:
         states: StateBatch,
         out: Tensor,
     ) -> None:
-        heads, width, size = state.shape[1:]
+        heads, groups = (1, 1) if self._by_row else (state.shape[1], b.shape[1])
+        strides = [
+            number
+            for tensor in (x, dt, b, c)
+            for number in (tensor.stride(0), 0 if self._by_row else tensor.stride(1))
+        ]
         args = SpaceArgs(
             _rows(state, batch, states),
             x.data_ptr(),
             dt.data_ptr(),
-            _whole(a, "ssd a"),
+            _whole(a, f"{self._op} a"),
             b.data_ptr(),
             c.data_ptr(),
-            None if d is None else _whole(d, "ssd d"),
+            None if d is None else _whole(d, f"{self._op} d"),
             out.data_ptr(),
-            *(x.stride(i) for x in (x, dt, b, c) for i in (0, 1)),
+            *strides,
             heads,
-            b.shape[1],
-            width,
-            size,
-            by_row=False,
+            groups,
+            *state.shape[-2:],
+            by_row=self._by_row,
         )
-        self._runtime.run(OpKind.SPACE, args, batch.num_requests, "ssd")
-
-
-class SelectiveScan:
-    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`: to the native code it is one head
-    whose rows differ."""
-
-    name = "cpu.selective_scan"
-
-    def __init__(self, runtime: NativeRuntime) -> None:
-        self._runtime = runtime
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        state: Tensor,
-        batch: AttentionBatch,
-        states: StateBatch,
-        out: Tensor,
-    ) -> None:
-        width, size = state.shape[1:]
-        args = SpaceArgs(
-            _rows(state, batch, states),
-            x.data_ptr(),
-            dt.data_ptr(),
-            _whole(a, "selective_scan a"),
-            b.data_ptr(),
-            c.data_ptr(),
-            None if d is None else _whole(d, "selective_scan d"),
-            out.data_ptr(),
-            x.stride(0),
-            0,
-            dt.stride(0),
-            0,
-            b.stride(0),
-            0,
-            c.stride(0),
-            0,
-            1,
-            1,
-            width,
-            size,
-            by_row=True,
-        )
-        self._runtime.run(OpKind.SPACE, args, batch.num_requests, "selective_scan")
+        self._runtime.run(OpKind.SPACE, args, batch.num_requests, self._op)
 
 
 class Rates:

@@ -36,7 +36,8 @@ _MULTIPLE = 256
 
 
 def _kind(attention: int, linear: bool, width: int) -> str:
-    """Of a layer with so many heads of keys, or one matrix, and an MLP of this width."""
+    """The kind of a layer: ``attention`` key heads, or one matrix instead (``linear``), and an MLP
+    of ``width``; 0 stands for none."""
     blocks = Blocks(attention > 0, mlp=width > 0, linear=linear and not attention)
     return next(name for name, own in _KINDS.items() if own == blocks)
 

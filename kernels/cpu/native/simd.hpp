@@ -59,7 +59,7 @@ VI of_second(VI first, VI last);
 // Prefetches of weights, keys and values: how many bytes before they are read, and into which cache (2: the
 // second level). A core of Zen 4 waits for more lines at a time in the second level. With one row of
 // activations, that makes products of Q4_0, Q4_K and Q8_0 1.3 to 1.5 times as fast with AVX2, and whole models
-// 1.2 times with AVX-512. On Zen 5, whose first-level cache has 48 KiB, codes come there: one row of Q4_K, Q6_K and
+// 1.2 times with AVX-512. On Zen 5, whose first-level cache is 48 KiB, codes come there: one row of Q4_K, Q6_K and
 // Q8_0 is 1.06 to 1.1 times as fast. Intel's cores and ARM have not been measured.
 #if defined(__AVX2__)
 enum { kPrefetch = 16384, kPrefetchInto = 2 };

@@ -356,7 +356,7 @@ class PrefixStore:
     ) -> bool:
         """Write what :meth:`read_rest` has returned in an engine with the same ``dtype``, centres
         and ranks. Returns whether a request can begin after these pages now: False if one of them
-        is gone, if frames are too few, or if there is no room."""
+        is gone, or if frames or memory are short."""
         pool, groups, size = self._scheduler.pool, self._scheduler.groups, self.spec.page_size
         assert groups is not None
         pages = pool.acquire(pool.match(keys), 0) or []  # not evicted meanwhile

@@ -66,7 +66,7 @@ def pairs(ours: Record, other: Record, card: str) -> list[Pair]:
 
 
 def table(found: Sequence[Pair]) -> str:
-    """Of each kernel: variants, the share of instructions (median and range), who became worse."""
+    """Of each kernel: variants, the share of instructions (median, range), which became worse."""
     rows: list[Sequence[str]] = [HEAD, ("---",) + ("---:",) * (len(HEAD) - 1)]
     in_order = sorted(found, key=lambda pair: pair.ours.kernel)
     for kernel, group in itertools.groupby(in_order, key=lambda pair: pair.ours.kernel):
