@@ -379,12 +379,11 @@ class Kit:
             left = (end - self._machine.clock()) / (len(names) - number)
             argv = [tool, "--tool", name, "--target-processes", "all", "--print-limit", "20"]
             argv += [self._python, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
-            # torch's cache of memory would hide accesses beyond a tensor's end
-            command = Command(
-                [*argv, *asked[:MOST_SANITIZED]],
-                self._log(name),
-                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            )
+            # torch's cache of memory would hide accesses beyond a tensor's end, and kernels that
+            # travelled have no tables of source lines: these are compiled here
+            more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            more |= {"TRITON_CACHE_DIR": str(self._build / "sanitized")}
+            command = Command([*argv, *asked[:MOST_SANITIZED]], self._log(name), more)
             (code,) = self._machine.run([command], left, idle)
             self._report("sanitize", *names[: number + 1])
             say("\n".join(read(self._log(name)).splitlines()[-20:]))

