@@ -62,6 +62,30 @@ class StateCache(NamedTuple):
         return sum(self.part_bytes)
 
 
+#: The fewest numbers of a rounded state that have a scale of their own.
+_LEAST_SCALED = 64
+
+
+def rounded(cache: StateCache) -> StateCache:
+    """A state as its snapshots keep it in 16 bits: each float32 part as float16, then the float32
+    scales that it was divided by (:func:`scales_of`). Other parts stay."""
+    parts: list[StatePart] = []
+    for part in cache.parts:
+        if part.dtype == "float32":
+            scales = StatePart(f"{part.name}_scale", (scales_of(part),))
+            parts += [part._replace(dtype="float16"), scales]
+        else:
+            parts.append(part)
+    return StateCache(tuple(parts))
+
+
+def scales_of(part: StatePart) -> int:
+    """How many scales a rounded part has: one for each index of its first dimension, most often a
+    head, or one for all if these have few numbers each."""
+    whole = math.prod(part.shape[1:]) >= _LEAST_SCALED
+    return part.shape[0] if whole else 1
+
+
 Cache = AttentionCache | StateCache
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
-from sdk.quant.caches import AttentionCache, Cache, StateCache
+from sdk.quant.caches import AttentionCache, Cache, StateCache, rounded
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
@@ -249,6 +249,12 @@ class KVSpec:
     def num_regions(self) -> int:
         """How many memories there are; some may be empty."""
         return 2 + len(self.windows)
+
+    @property
+    def with_rounded_states(self) -> KVSpec:
+        """The spec with states as snapshots keep them in 16 bits."""
+        caches = (rounded(one) if isinstance(one, StateCache) else one for one in self.caches)
+        return replace(self, caches=tuple(caches))
 
     def layers_in(self, region: int) -> list[int]:
         """The layers whose caches are in one memory."""

@@ -104,6 +104,7 @@ class EngineConfig:
     priority_aging: float | None = None
     max_waiting: int | None = None
     prefix_eviction: Literal["lru", "cost"] = "lru"
+    state_snapshot_dtype: Literal["auto", "float16"] = "auto"
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     enable_lora: bool = False
     max_loras: int = 1
@@ -175,6 +176,8 @@ class EngineConfig:
         self._check_remote()
         self._check_speculative()
         self._check_replicas()
+        if self.state_snapshot_dtype != "auto":
+            self._check_alone("state_snapshot_dtype", enable_prefix_caching=True)
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:

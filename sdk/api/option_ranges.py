@@ -15,6 +15,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": POLICIES,
     "prefix_eviction": ("lru", "cost"),
+    "state_snapshot_dtype": ("auto", "float16"),
     "replica_routing": ("state", "requests", "round_robin"),
     "lora_dtype": ("auto", "int8"),
     "compute": ("auto", "exact"),

@@ -154,6 +154,9 @@ class EngineOptions(TypedDict, total=False):
     none."""
     prefix_eviction: Literal["lru", "cost"]
     """Or `"cost"`: which cached page is evicted first. Default: `"lru"`."""
+    state_snapshot_dtype: Literal["auto", "float16"]
+    """`"float16"`: snapshots of recurrent states in half the bytes; answers after a hit then differ
+    in rounding. Default: `"auto"`."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     """Speculative decoding: `"ngram"`, `"self"`, `"mtp"` (the model's own block of multi-token
     prediction), or a dict such as `{"model": "small.gguf", "num_speculative_tokens": 4}`, where the

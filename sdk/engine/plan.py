@@ -186,7 +186,16 @@ class Duplicate(NamedTuple):
     group: int | None = None
 
 
-Copy = Swap | Move | Duplicate
+class StateCopy(NamedTuple):
+    """A copy of the recurrent states in ``slot`` to the place of a snapshot in 16 bits (``out``),
+    or from there into the slot."""
+
+    slot: int
+    place: int
+    out: bool
+
+
+Copy = Swap | Move | Duplicate | StateCopy
 
 
 #: In the place of a draft token that the ranks draft.
@@ -241,7 +250,7 @@ class StepPlan(NamedTuple):
     #: Snapshots of recurrent states, taken while the rows run.
     state_saves: tuple[StateSave, ...] = ()
     #: Places whose memory has moved to another kind of cache: pages, then frames of each window
-    #: group, then slots of states. Their content is lost.
+    #: group, then slots of states, then snapshots in 16 bits. Their content is lost.
     vacated: tuple[tuple[int, ...], ...] = ()
     #: What the tower does before the rows run.
     encoding: Encoding | None = None

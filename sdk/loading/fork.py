@@ -55,6 +55,7 @@ FREE_OPTIONS = frozenset(
         "scheduling_policy",
         "seed",
         "speculative_config",
+        "state_snapshot_dtype",
         "swap_path",
         "swap_space",
         "tenant_weights",

@@ -44,6 +44,12 @@ from sdk.loading.embedding_head import embedding_head
 from sdk.loading.load_warnings import load_warnings, other_stages, unread_keys
 from sdk.loading.quant_report import LayerReport
 from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
+from sdk.loading.set_aside import (
+    pages_set_aside,
+    places_set_aside,
+    snapshots_set_aside,
+    states_set_aside,
+)
 from sdk.memory.images import tower_limits, why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import activations_of
@@ -73,10 +79,6 @@ if TYPE_CHECKING:
     from sdk.loading.adapters import AdapterOpener
 
 logger = logging.getLogger("sdk")
-
-
-#: ``resize`` can give an engine up to this many times the pages it starts with.
-_ROOM_TO_GROW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,8 @@ def start(
         open_adapter = _with_adapters(engine, facts, executor)
         has_windows, ranks = bool(memory.windows), facts.config.tensor_parallel_size
         spec = kv_spec(model, memory.page_size, memory.kv_dtype, ranks=ranks, windows=has_windows)
+        if facts.runner_config.num_rounded:
+            spec = spec.with_rounded_states
         elastic = ElasticPages(scheduler, executor)
         if facts.runner_config.device != "cpu":
             engine.prepare = elastic.prepare
@@ -376,7 +380,8 @@ def _scheduler(facts: ModelFacts) -> Scheduler:
             group._replace(num_frames=count)
             for group, count in zip(memory.windows, runner.num_frames, strict=True)
         ),
-        states=memory.states and memory.states._replace(num_slots=runner.num_states),
+        states=memory.states
+        and memory.states._replace(num_slots=runner.num_states, num_rounded=runner.num_rounded),
         page_bytes=memory.page_bytes,
         cache_bytes=memory.kv_cache if runner.device == "cpu" else None,
         images=tower_limits(config, facts.model_config, memory.images),
@@ -422,9 +427,10 @@ def _runner_config(
     device = _device(config)
     return RunnerConfig(
         model=str(checkpoint.path.absolute()),  # actors of Ray have another working directory
-        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
-        num_frames=tuple(_places_set_aside(config, memory, *one[1:]) for one in memory.windows),
-        num_states=_states_set_aside(config, memory),
+        num_pages=pages_set_aside(config, memory) + 1,  # page 0 is never allocated
+        num_frames=tuple(places_set_aside(config, memory, *one[1:]) for one in memory.windows),
+        num_states=states_set_aside(config, memory),
+        num_rounded=snapshots_set_aside(config, memory),
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
         max_model_len=memory.max_model_len,
@@ -524,36 +530,6 @@ def _offload_options(
         "resident_bytes": -(-memory.weights // ranks),
         "disk_folder": disk_folder(config.disk_offload_path),
     }
-
-
-def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
-    """Pages of address space, with room to grow: only pages that were written take memory."""
-    if device_of(config) != "cpu":
-        return memory.num_pages
-    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    most = _most_cache(config, memory) // max(memory.page_bytes, 1)
-    return max(memory.num_pages, min(whole, most))
-
-
-def _most_cache(config: EngineConfig, memory: MemoryPlan) -> int:
-    """Bytes that the KV cache may ever take."""
-    if isinstance(config.memory, MemoryPool):
-        return config.memory.budget
-    return _ROOM_TO_GROW * memory.kv_cache
-
-
-def _places_set_aside(config: EngineConfig, memory: MemoryPlan, nbytes: int, planned: int) -> int:
-    """Frames or slots of ``nbytes`` each, with the one for padding; ``planned``: in the plan. On a
-    CPU as many as the whole cache could have, with room to grow."""
-    if device_of(config) != "cpu":
-        return planned
-    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
-    return max(planned, 1 + min(whole, _most_cache(config, memory) // nbytes))
-
-
-def _states_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
-    states = memory.states
-    return 0 if states is None else _places_set_aside(config, memory, *states[:2])
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

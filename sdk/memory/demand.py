@@ -86,7 +86,8 @@ class MemoryDemand:
     engines that share the experts (models/lockstep.py). ``hand_over_bytes``: for hand-overs between
     replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
     ``windows``: for each window group of the cache the window and the bytes of a frame, which
-    ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence.
+    ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence;
+    ``rounded_bytes``: a snapshot of them in 16 bits, 0: in all bits.
     ``row_drafts``: the most draft tokens of one request. ``experts``: if not all are in memory.
     ``images``: what reading images takes.
     """
@@ -122,9 +123,21 @@ class MemoryDemand:
     num_pages: int | None = None
     windows: tuple[WindowGroup, ...] = ()
     slot_bytes: int = 0
+    rounded_bytes: int = 0
     row_drafts: int = 0
     experts: ExpertShare | None = None
     images: ImageMemory | None = None
+
+    @property
+    def slots_of_request(self) -> int:
+        """States that change: one, one for each draft, and one that snapshots in 16 bits are
+        written through."""
+        return 1 + self.row_drafts + bool(self.rounded_bytes)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of one snapshot of states."""
+        return self.rounded_bytes or self.slot_bytes
 
     @property
     def tokenizer(self) -> int:
@@ -297,7 +310,7 @@ def cache_of_request(demand: MemoryDemand, pages: int, step_tokens: int) -> int:
     sizes = zip(frames, demand.windows, strict=True)
     nbytes = pages * demand.page_bytes + sum(n * group.frame_bytes for n, group in sizes)
     # it may start from a snapshot, which is read while it has slots of its own
-    return nbytes + (2 + demand.row_drafts) * demand.slot_bytes
+    return nbytes + demand.slots_of_request * demand.slot_bytes + demand.snapshot_bytes
 
 
 #: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.

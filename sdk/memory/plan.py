@@ -143,7 +143,7 @@ class MemoryPlan:
     @property
     def kv_cache(self) -> int:
         """Pages, frames of window groups and slots of states together."""
-        slots = 0 if self.states is None else (self.states.num_slots - 1) * self.states.slot_bytes
+        slots = 0 if self.states is None else self.states.nbytes
         return self.num_pages * self.page_bytes + sum(map(_frames_bytes, self.windows)) + slots
 
     @property
@@ -156,7 +156,7 @@ class MemoryPlan:
     @property
     def _place_bytes(self) -> list[int]:
         """Bytes of a page, of a frame of each window group, and of a state."""
-        states = [] if self.states is None else [self.states.slot_bytes]
+        states = [] if (one := self.states) is None else [one.rounded_bytes or one.slot_bytes]
         return [self.page_bytes, *(group.frame_bytes for group in self.windows), *states]
 
     @property
@@ -349,6 +349,10 @@ class MemoryPlan:
         if self.states is not None:
             count, size = self.states.num_slots - 1, self.states.slot_bytes
             rows.append(("", count * size, f"of these {count} recurrent states, {size} bytes each"))
+        if self.states is not None and self.states.num_rounded:
+            count, size = self.states.num_rounded - 1, self.states.rounded_bytes
+            note = f"of these {count} snapshots of states in 16 bits, {size} bytes each"
+            rows.append(("", count * size, note))
         return rows
 
     def _swap_row(self) -> str:

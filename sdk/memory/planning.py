@@ -47,6 +47,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.expert_placement import check_spread
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.spec import KVSpec
 
 #: An encoder's context is halved until the plan fits, but is not less than this many tokens unless
 #: its length was asked for.
@@ -260,7 +261,7 @@ def _demand(
         WindowGroup(window, spec.region_bytes(1 + group), 0)
         for group, window in enumerate(spec.windows)
     )
-    slot_bytes = config.tensor_parallel_size * spec.region_bytes(spec.num_regions - 1)
+    slot_bytes, rounded_bytes = _bytes_of_states(config, model, spec)
     # On a CPU the memory of a recorded step is its workspace.
     eager = config.enforce_eager or not on_cards
     return MemoryDemand(
@@ -287,8 +288,26 @@ def _demand(
         num_pages=None if model.causal else step_pages(config),
         windows=groups,
         slot_bytes=slot_bytes,
+        rounded_bytes=rounded_bytes,
         row_drafts=0 if speculative is None else speculative.num_speculative_tokens,
     )
+
+
+def _bytes_of_states(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tuple[int, int]:
+    """Of the states of one sequence on all ranks, and of a snapshot in 16 bits if there are such.
+
+    :raises RequestError: they were asked for, and the model has no states.
+    """
+    ranks, region = config.tensor_parallel_size, spec.num_regions - 1
+    slot_bytes = ranks * spec.region_bytes(region)
+    if config.state_snapshot_dtype == "auto":
+        return slot_bytes, 0
+    if not slot_bytes:
+        raise RequestError(
+            f"state_snapshot_dtype={config.state_snapshot_dtype!r}: {model.model_type} has no "
+            "recurrent states; leave it out"
+        )
+    return slot_bytes, ranks * spec.with_rounded_states.region_bytes(region)
 
 
 def _scratch(

@@ -52,20 +52,20 @@ def share_memory(
         frames_of_request(demand, per_request),
         [one.frame_bytes for one in demand.windows],
     )
-    working = 1 + demand.row_drafts
+    working = demand.slots_of_request
     own = sum(map(mul, claims, sizes)) + working * demand.slot_bytes
-    left = max(nbytes - step * sum(sizes) - demand.slot_bytes, 0)
+    left = max(nbytes - step * sum(sizes) - demand.snapshot_bytes, 0)
     requests = left // (own + per_request * demand.page_bytes)
     if demand.on_cards:  # of short requests there are more
         beside = max(left - per_request * demand.page_bytes, 0)
         requests = max(requests, min(int(left * _FRAMES_SHARE), beside) // max(own, 1))
     requests = max(min(requests, seqs), 1)
     left = max(left - requests * own, 0)
-    slots = 1 + requests * working  # one is that of a snapshot that is read
+    snapshots = 1  # that is read
     if demand.slot_bytes:
         most = most_pages if asked else _SNAPSHOTS * seqs
-        snapshots = min(int(left * _SNAPSHOTS_SHARE) // demand.slot_bytes, most)
-        slots, left = slots + snapshots, left - snapshots * demand.slot_bytes
+        more = min(int(left * _SNAPSHOTS_SHARE) // demand.snapshot_bytes, most)
+        snapshots, left = snapshots + more, left - more * demand.snapshot_bytes
     pages = min(left // demand.page_bytes, most_pages) if demand.page_bytes else most_pages
     left -= pages * demand.page_bytes
     groups = []
@@ -74,9 +74,7 @@ def share_memory(
         most = most_pages if asked else max(2 * claim * seqs, frames)
         more = min(left // sum(sizes), max(most - frames, 0))
         groups.append(group._replace(num_frames=1 + min(frames + more, most_pages)))
-    states = None
-    if demand.slot_bytes:
-        states = StateSlots(demand.slot_bytes, 1 + slots, demand.row_drafts)
+    states = _states(demand, requests * working, snapshots) if demand.slot_bytes else None
     return MemoryShares(pages, tuple(groups), states, longest)
 
 
@@ -92,7 +90,15 @@ def least_for_one(
     )
     if not demand.slot_bytes:
         return windows, None
-    return windows, StateSlots(demand.slot_bytes, 3 + demand.row_drafts, demand.row_drafts)
+    return windows, _states(demand, demand.slots_of_request, 1)
+
+
+def _states(demand: MemoryDemand, working: int, snapshots: int) -> StateSlots:
+    """The slots and places of so many states that change and that are kept."""
+    if not demand.rounded_bytes:
+        return StateSlots(demand.slot_bytes, 1 + working + snapshots, demand.row_drafts)
+    places = demand.rounded_bytes, 1 + snapshots
+    return StateSlots(demand.slot_bytes, 1 + working, demand.row_drafts, *places)
 
 
 def _longest(demand: MemoryDemand, nbytes: int, most: int, step_tokens: int) -> int:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sdk.api.logprobs import Logprobs, Sampled
-from sdk.engine.plan import Duplicate, StepPlan, StepResult, StepRow, Swap
+from sdk.engine.plan import Duplicate, StateCopy, StepPlan, StepResult, StepRow, Swap
 from sdk.engine.scheduling.drafts import Drafter
 from sdk.kernels.kv_tiers import page_id, page_tier
 
@@ -161,6 +161,8 @@ class FakeRunner:
                 self._swap(one)
             elif isinstance(one, Duplicate):
                 self._duplicate(one)
+            elif isinstance(one, StateCopy):
+                self.groups.copy_state(one)
             else:
                 self._move(*one)
         if plan.vacated:
@@ -328,6 +330,7 @@ class GroupMemory:
         self.attached = attached or (lambda group, frame: False)  # may it still be written?
         self.values: dict[tuple[int, int, int], bytes] = {}  # by group, frame, offset
         self.slots: dict[int, bytes] = {}
+        self.rounded: dict[int, bytes] = {}  # exact here: only where they are is tested
         self.most_held = [0] * len(config.windows)
         self.swap_parts, self.num_swap_slots = config.swap_parts, config.num_swap_pages
         self.swapped: dict[int, tuple[int, int, list[bytes]]] = {}
@@ -343,7 +346,8 @@ class GroupMemory:
         assert len(one.slots) == self.swap_parts[one.region], "a place of another size"
         size = range(self.page_size)
         if one.region == 1 + len(self.windows):
-            memory, places = self.slots, [one.page]
+            rounds = self.states is not None and self.states.num_rounded
+            memory, places = self.rounded if rounds else self.slots, [one.page]
         elif one.region:
             memory, places = self.values, [(one.region - 1, one.page, i) for i in size]
         else:
@@ -362,6 +366,15 @@ class GroupMemory:
         for place, value in zip(places, content, strict=True):
             memory[place] = value
 
+    def copy_state(self, one: StateCopy) -> None:
+        """Between a slot and a snapshot in 16 bits."""
+        assert 0 < one.slot < self.states.num_slots, "no such slot"
+        assert 0 < one.place < self.states.num_rounded, "no such place"
+        if one.out:
+            self.rounded[one.place] = self.slots.get(one.slot, b"unwritten")
+        else:
+            self.slots[one.slot] = self.rounded.get(one.place, b"unwritten")
+
     def duplicate(self, group: int, source: int, target: int) -> None:
         for offset in range(self.page_size):
             value = self.values.get((group, source, offset), b"unwritten")
@@ -373,8 +386,11 @@ class GroupMemory:
             for frame in frames:
                 for offset in range(self.page_size):
                     self.values.pop((group, frame, offset), None)
-        for slot in vacated[1 + len(self.windows) :][0]:
+        slots, places = vacated[1 + len(self.windows) :]
+        for slot in slots:
             self.slots.pop(slot, None)
+        for place in places:
+            self.rounded.pop(place, None)
 
     def begin(self, plan: StepPlan) -> None:
         self.reads: dict[tuple, str] = {}

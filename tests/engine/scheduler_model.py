@@ -54,6 +54,7 @@ class SchedulerModel(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 3, 4]),
         windows=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 150)), max_size=2),
         slot_bytes=st.sampled_from([None, 30, 90, 900]),
+        rounds=st.booleans(),
         memory=st.sampled_from([None, 0.0, 0.3, 1.0]),
         groups=st.sampled_from([False, True]),
     )
@@ -78,13 +79,15 @@ class SchedulerModel(RuleBasedStateMachine):
         drafts,
         windows,
         slot_bytes,
+        rounds,
         memory,
         groups,
     ) -> None:
         options = {}
         if groups:
             bits = (16,)
-            options = self.group_options(pages, page_size, windows, slot_bytes, memory, chunked)
+            states = slot_bytes, rounds
+            options = self.group_options(pages, page_size, windows, states, memory, chunked)
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
         self.rig = self.rig_class(
             num_pages=1 + pages,
@@ -113,10 +116,11 @@ class SchedulerModel(RuleBasedStateMachine):
         elif drafts:
             self.rig.scheduler.drafts = Drafts(ScriptedDrafter(), drafts)
 
-    def group_options(self, pages, page_size, windows, slot_bytes, memory, chunked) -> dict:
+    def group_options(self, pages, page_size, windows, states, memory, chunked) -> dict:
         """Window groups and states with enough memory for one request and its negative sequence,
-        in which the longest one of ``pages`` pages runs; ``memory``: some more, or all places."""
-        slots, needed = 0, pages * 100
+        in which the longest one of ``pages`` pages runs; ``memory``: some more, or all places.
+        ``states``: the bytes of a slot, and whether snapshots have 16 bits."""
+        slots, needed, (slot_bytes, rounds) = 0, pages * 100, states
         groups = []
         for window, nbytes in windows:
             frames = 3 + (2 * min(pages, window // page_size + 2) if chunked else 2 * pages)
@@ -126,11 +130,14 @@ class SchedulerModel(RuleBasedStateMachine):
             slots = 2 * (MOST_DRAFTS + 2)
             needed += slot_bytes * slots
         extra = 30
+        rounded = (slot_bytes // 2, extra) if slots and rounds else ()
         parts = [2, *(1 + nbytes % 3 for _, nbytes in windows)]
         return {
             "swap_parts": (*parts, 3) if slots else tuple(parts) if windows else (1,),
             "windows": tuple(WindowGroup(one[0], one[1], one[2] + 1 + extra) for one in groups),
-            "states": StateSlots(slot_bytes, slots + 1 + extra, MOST_DRAFTS) if slots else None,
+            "states": StateSlots(slot_bytes, slots + 1 + extra, MOST_DRAFTS, *rounded)
+            if slots
+            else None,
             "page_bytes": 100,
             "cache_bytes": None if memory is None else int(needed * (1 + memory)),
         }

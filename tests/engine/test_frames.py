@@ -197,6 +197,7 @@ def test_the_snapshot_that_saves_least_is_evicted_and_its_tokens_count_for_the_n
         ({**WINDOW, "page_bytes": -1}, "page_bytes must not be negative, got -1"),
         ({"windows": (WindowGroup(0, 1, 9),)}, "windows: every number must be positive"),
         ({"states": StateSlots(1, 1)}, "states: every number must be positive"),
+        ({"states": StateSlots(1, 9, 0, 0, 4)}, "states: every number must be positive"),
     ],
 )
 def test_descriptions_without_sense_are_rejected(options: dict[str, Any], message: str) -> None:

@@ -257,7 +257,14 @@ def test_a_negative_prompt_leaves_no_state_that_is_ahead_of_its_tokens(machine):
     last step is committed."""
     state = machine()
     sizes = {"page_size": 8, "pages": 3, "max_model_len": 8, "max_num_seqs": 2, "budget": 2}
-    kinds = {"windows": [], "slot_bytes": 30, "memory": None, "groups": True, "bits": (16,)}
+    kinds = {
+        "windows": [],
+        "slot_bytes": 30,
+        "rounds": False,
+        "memory": None,
+        "groups": True,
+        "bits": (16,),
+    }
     rest = {"chunked": True, "caching": True, "policy": "fcfs", "aging": 0.5, "short": 1}
     rest |= {"eviction": "lru", "eos": False, "swap": 0, "in_flight": 1, "drafts": 0}
     state.start(**sizes, **kinds, **rest, min_concurrent_tokens=0)

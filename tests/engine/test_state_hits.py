@@ -16,10 +16,12 @@ from sdk.engine.scheduling.scheduler_config import StateSlots, WindowGroup
 pytestmark = pytest.mark.quick_cases(2)
 
 PAGE = 16
-#: A state of half a page (a short convolution), one of 160 pages (a delta net), windows, both.
+#: A state of half a page (a short convolution), one of 160 pages (a delta net), with snapshots in
+#: 16 bits, windows, both.
 KINDS = {
     "convolution": {"states": StateSlots(50, 400)},
     "delta net": {"states": StateSlots(16_000, 60)},
+    "rounded": {"states": StateSlots(16_000, 30, 0, 8_000, 60)},
     "window": {"windows": (WindowGroup(40, 80, 400), WindowGroup(100, 30, 400))},
     "window and delta net": {
         "windows": (WindowGroup(40, 80, 400),),

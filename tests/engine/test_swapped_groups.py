@@ -16,6 +16,7 @@ pytestmark = pytest.mark.quick_cases(2)
 PAGE = 16
 KINDS: dict[str, dict[str, Any]] = {
     "state": {"states": StateSlots(900, 60), "swap_parts": (2, 3)},
+    "rounded": {"states": StateSlots(900, 30, 0, 450, 60), "swap_parts": (2, 3)},
     "window": {"windows": (WindowGroup(40, 80, 80),), "swap_parts": (1, 2)},
     "windows and state": {
         "windows": (WindowGroup(40, 80, 80), WindowGroup(100, 30, 80)),

@@ -15,7 +15,7 @@ from sdk.cluster.transfer.messages import row_shape
 from sdk.engine.model_key import ModelKey
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.pages.prefix_store import PrefixStore, rest_layers
-from sdk.quant.caches import Cache, StateCache
+from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.spec import KVSpec
 from sdk.requests.driver import Driver
@@ -161,7 +161,7 @@ class EnginePages:
             layer, found, expected_cache = next(x for x in pairs if x[1] != x[2])
             raise TransferError(
                 f"the sender's keys and values have another shape: layer {layer} has {found}, "
-                f"expected {expected_cache}"
+                f"expected {expected_cache}{_hint(expected_cache)}"
             )
         if offer.numerics != self._numerics:
             raise TransferError(
@@ -179,6 +179,12 @@ class EnginePages:
 
 def _cache(spec: KVSpec, layer: int) -> Cache:
     return spec.caches[layer] if spec.caches else spec.cache(layer)
+
+
+def _hint(cache: Cache) -> str:
+    if isinstance(cache, AttentionCache):
+        return ""
+    return "; set the same state_snapshot_dtype for both, because states are not converted"
 
 
 def _numerics(model: ModelKey, dtype: str, centres: Sequence[NDArray[np.float32] | None]) -> bytes:

@@ -52,6 +52,7 @@ class Kind(enum.IntEnum):
     DONE = 7
     FREE = 8
     CHUNK = 9
+    REST = 10
 
 
 class Header(NamedTuple):

@@ -87,9 +87,14 @@ class HandOverReceiver:
         except TransferError as error:
             return HandedOver(offer.transfer_id, 0, 0, str(error))
         try:
-            return self._receive(receiving)
+            result = self._receive(receiving)
         finally:
             receiving.close()
+        wanted = len(offer.token_ids)
+        if result.problem is None and result.num_tokens < wanted:  # it has a beginning
+            problem = f"the sender had only {result.num_tokens} of {wanted} tokens"
+            result = result._replace(problem=problem)
+        return result
 
     def close(self) -> None:
         """Break off all hand-overs; their results say so. Idempotent."""

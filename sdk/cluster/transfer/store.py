@@ -1,18 +1,23 @@
 """Hands over through a store: pages are put and got by a key, so sender and receiver need not run
 at the same time. ``MemoryStore`` and ``FolderStore`` are small examples of such stores.
 
-A value is one page over all layers, as a CHUNK frame (docs/cluster/hand_over.md); its key is the
-digest of the page (``Offer.digests``), which includes the model, the KV type, and all tokens
-before it.
+A value is one page over all layers that keep all tokens, as a CHUNK frame
+(docs/cluster/hand_over.md); its key is the digest of the page (``Offer.digests``), which includes
+the model, the KV type, and all tokens before it. What other layers keep, windows and recurrent
+states, is one value for each prompt that was handed over, after its last page, as a REST frame.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
@@ -22,12 +27,22 @@ import numpy as np
 from sdk.api.errors import TransferError
 from sdk.cluster.transfer.connector import End, Offer, Part, Rows
 from sdk.cluster.transfer.engine_pages import checked_count
-from sdk.cluster.transfer.messages import HEADER_BYTES, Kind, pack_header, read_header
-from sdk.engine.rank.kv_transfer import row_widths
+from sdk.cluster.transfer.messages import (
+    HEADER_BYTES,
+    MOST_PAYLOAD,
+    Header,
+    Kind,
+    pack_header,
+    read_header,
+    row_shape,
+)
+from sdk.engine.pages.prefix_store import rest_layers
 from sdk.quant.spec import KVSpec
 
 #: What is taken from an engine at once.
 _GROUP_BYTES = 8 << 20
+#: Of the rows of a layer in a REST frame: the first one, and how many there are.
+_RANGE = struct.Struct("<QI")
 
 
 class KVStore(Protocol):
@@ -53,26 +68,55 @@ class StoreConnector:
 
     def open(self, offer: Offer, destination: str = "") -> StoreSending:
         """See :class:`sdk.cluster.transfer.connector.KVConnector`."""
-        _check_pages(offer)
         return StoreSending(self._store, offer)
 
     def fetch(self, offer: Offer) -> StoreReceiving:
-        """See :class:`sdk.cluster.transfer.connector.KVSource`."""
-        _check_pages(offer)
-        return StoreReceiving(self._store, offer)
+        """See :class:`sdk.cluster.transfer.connector.KVSource`. With states or windows it has only
+        as many tokens of the offer as end where the store has what comes after them.
+
+        :raises TransferError: there is no such end.
+        """
+        keys = _Keys(offer)
+        if keys.rest_layers:
+            count = keys.num_pages(self._store)
+            while count and not self._store.contains(keys.rest(count)):
+                count -= 1
+            if not count:
+                raise TransferError(
+                    "the store has no state or window after which this prompt could go on: hand "
+                    "over a prompt that it begins with"
+                )
+            size = offer.spec.page_size
+            keys = _Keys(replace(offer, token_ids=offer.token_ids[: count * size]))
+        return StoreReceiving(self._store, keys)
 
     def close(self) -> None:
         """See the protocol. The store stays open: others may use it."""
 
 
-def _check_pages(offer: Offer) -> None:
-    """:raises TransferError: layers have something besides pages."""
-    if len(offer.spec.layers_in(0)) < offer.spec.num_layers:
-        raise TransferError(
-            f"a store keeps pages alone, and {offer.model.name} has recurrent states, or layers "
-            "with a window that keep only its tokens (see explain()): hand over through shared "
-            "memory or TCP"
-        )
+class _Keys:
+    """Under which keys the values of an offer are: of each page its digest, with what layers keep
+    if not all keep all tokens; of the rest after some pages a digest of the last one's.
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        spec = offer.spec
+        self.page_layers, self.rest_layers = spec.layers_in(0), rest_layers(spec)
+        self.digests = offer.digests()
+        self.pages = self.digests
+        if self.rest_layers:
+            kept = repr((offer.ranks, spec.page_size, spec.windows, spec.caches)).encode()
+            self.pages = [sha256(kept + digest).digest() for digest in self.digests]
+
+    def rest(self, num_pages: int) -> bytes:
+        """That of what the token after so many pages needs besides them."""
+        return sha256(b"rest" + self.pages[num_pages - 1]).digest()
+
+    def num_pages(self, store: KVStore) -> int:
+        """How many of the first pages a store has."""
+        missing = (i for i, key in enumerate(self.pages) if not store.contains(key))
+        return next(missing, len(self.pages))
 
 
 class StoreSending:
@@ -80,23 +124,28 @@ class StoreSending:
 
     def __init__(self, store: KVStore, offer: Offer) -> None:
         self._store = store
-        self._digests = offer.digests()
+        self._keys = keys = _Keys(offer)
         self._rows: list[Rows] = []  # of a group that has not all layers yet
-        self._num_layers = offer.spec.num_layers
+        self._rest: dict[int, list[Part]] = {layer: [] for layer in keys.rest_layers}
         self.unit = offer.spec.page_size
-        missing = (i for i, key in enumerate(self._digests) if not store.contains(key))
-        self.num_known = next(missing, len(self._digests)) * self.unit
+        known = keys.num_pages(store)
+        if keys.rest_layers and known == len(keys.pages):  # the rest comes after a page
+            known -= not store.contains(keys.rest(known))
+        self.num_known = known * self.unit
         self.most_bytes = _GROUP_BYTES
 
     def send(self, part: Part) -> None:
         """See the protocol."""
+        if part.layer in self._rest:
+            self._rest[part.layer].append(part._replace(rows=part.rows.copy()))
+            return
         self._rows.append(part.rows)
-        if len(self._rows) < self._num_layers:
+        if len(self._rows) < len(self._keys.page_layers):
             return
         rows, self._rows = self._rows, []
         for begin in range(0, len(rows[0]), self.unit):
             page = b"".join(layer[begin : begin + self.unit].tobytes() for layer in rows)
-            key = self._digests[(part.first + begin) // self.unit]
+            key = self._keys.pages[(part.first + begin) // self.unit]
             self._store.put(key, pack_header(Kind.CHUNK, key, page) + key + page)
 
     def keep_alive(self) -> None:
@@ -104,6 +153,9 @@ class StoreSending:
 
     def finish(self, num_tokens: int) -> int:
         """See the protocol."""
+        if self._rest and all(self._rest.values()):
+            key = self._keys.rest(num_tokens // self.unit)
+            self._store.put(key, _pack_rest(key, self._rest))
         return num_tokens
 
     def close(self) -> None:
@@ -113,40 +165,43 @@ class StoreSending:
 class StoreReceiving:
     """See :class:`sdk.cluster.transfer.connector.Receiving`."""
 
-    def __init__(self, store: KVStore, offer: Offer) -> None:
+    def __init__(self, store: KVStore, keys: _Keys) -> None:
         self._store = store
-        self._offer = offer
-        self._keys = offer.digests()
+        self._keys = keys
         self._next = 0  # page
-        self._parts: list[Part] = []  # of one page, the last layer first
+        self._parts: list[Part] = []  # of one page, or of the rest; the last layer first
+        self._has_rest = not keys.rest_layers  # nothing is to come after the pages
 
     def offer(self) -> Offer:
         """See the protocol."""
-        return self._offer
+        return self._keys.offer
 
     def accept(self, num_known: int, unit: int, most_bytes: int) -> None:
         """See the protocol."""
-        self._next = num_known // self._offer.spec.page_size
+        self._next = num_known // self._keys.offer.spec.page_size
 
     def refuse(self, reason: str) -> None:
         """See the protocol."""
 
     def receive(self) -> Part | End:
         """See the protocol."""
-        if not self._parts:
-            size = self._offer.spec.page_size
-            if self._next == len(self._keys):
-                return End(self._next * size)
-            key = self._keys[self._next]
+        keys, size = self._keys, self._keys.offer.spec.page_size
+        if not self._parts and self._next < len(keys.pages):
+            key = keys.pages[self._next]
             value = self._store.get(key)
-            if value is None:
-                return End(self._next * size)
-            layers = read_chunk(key, value, self._offer.spec)
-            first = self._next * size
-            parts = [Part(layer, first, rows, key) for layer, rows in enumerate(layers)]
-            self._parts = parts[::-1]
-            self._next += 1
-        return self._parts.pop()
+            if value is not None:
+                layers = read_chunk(key, value, keys.offer.spec)
+                first, digest = self._next * size, keys.digests[self._next]
+                pairs = zip(keys.page_layers, layers, strict=True)
+                self._parts = [Part(layer, first, rows, digest) for layer, rows in pairs][::-1]
+                self._next += 1
+        elif not self._parts and not self._has_rest:
+            self._has_rest = True
+            key = keys.rest(len(keys.pages))
+            value = self._store.get(key)
+            if value is not None:
+                self._parts = _read_rest(key, value, keys)[::-1]
+        return self._parts.pop() if self._parts else End(self._next * size)
 
     def release(self) -> None:
         """See the protocol."""
@@ -159,15 +214,13 @@ class StoreReceiving:
 
 
 def read_chunk(key: bytes, value: bytes, spec: KVSpec) -> Sequence[Rows]:
-    """The rows of a page, one for each layer.
+    """The rows of a page, one for each layer that keeps all tokens.
 
     :raises TransferError: the value is damaged, or that of another key.
     """
-    header = read_header(value[:HEADER_BYTES])
-    view = memoryview(value)[HEADER_BYTES:]
-    head, page = view[: header.head_bytes], view[header.head_bytes :]
-    layers, slots = range(spec.num_layers), spec.page_size
-    shapes = [(spec.cache(layer).kv_heads, sum(row_widths(spec, layer))) for layer in layers]
+    header, head, page = _split(value)
+    slots = spec.page_size
+    shapes = [row_shape(spec, layer) for layer in spec.layers_in(0)]
     expected = slots * sum(heads * width for heads, width in shapes)
     if header.kind is not Kind.CHUNK or head != key or len(page) != expected:
         raise TransferError(
@@ -175,11 +228,60 @@ def read_chunk(key: bytes, value: bytes, spec: KVSpec) -> Sequence[Rows]:
             "stored under"
         )
     header.check(head, page)
+    return _rows_of(page, [(slots, *shape) for shape in shapes])
+
+
+def _pack_rest(key: bytes, rest: Mapping[int, list[Part]]) -> bytes:
+    """What layers have besides pages, as a REST frame.
+
+    :raises TransferError: it is too large for one value.
+    """
+    head, rows = key, list[Rows]()
+    for parts in rest.values():
+        head += _RANGE.pack(parts[0].first, sum(len(part.rows) for part in parts))
+        rows += [part.rows for part in parts]
+    payload = b"".join(one.tobytes() for one in rows)
+    if len(payload) > MOST_PAYLOAD:
+        raise TransferError(
+            f"states and windows of {len(payload)} bytes; a store takes at most {MOST_PAYLOAD}: "
+            "hand over through shared memory or TCP"
+        )
+    return pack_header(Kind.REST, head, payload) + head + payload
+
+
+def _read_rest(key: bytes, value: bytes, keys: _Keys) -> list[Part]:
+    """The inverse of :func:`_pack_rest`. :raises TransferError: the value is damaged, or that of
+    another key."""
+    header, head, payload = _split(value)
+    layers, spec = keys.rest_layers, keys.offer.spec
+    ranges = bytes(head[len(key) :])
+    if header.kind is not Kind.REST or head[: len(key)] != key:
+        raise TransferError("a stored state or window; expected the key that it was stored under")
+    header.check(head, payload)
+    if len(ranges) != len(layers) * _RANGE.size:
+        raise TransferError(f"a stored state or window of other layers than {layers}")
+    found = list(_RANGE.iter_unpack(ranges))
+    shapes = [(count, *row_shape(spec, i)) for i, (_, count) in zip(layers, found, strict=True)]
+    if sum(map(prod, shapes)) != len(payload):
+        raise TransferError(f"a stored state or window of {len(payload)} bytes, which has others")
+    rows = _rows_of(payload, shapes)
+    firsts = (first for first, _ in found)
+    return [Part(*one, keys.digests[-1]) for one in zip(layers, firsts, rows, strict=True)]
+
+
+def _split(value: bytes) -> tuple[Header, memoryview, memoryview]:
+    """Header, head and payload of a value; checksums are not checked."""
+    header = read_header(value[:HEADER_BYTES])
+    view = memoryview(value)[HEADER_BYTES:]
+    return header, view[: header.head_bytes], view[header.head_bytes :]
+
+
+def _rows_of(data: memoryview, shapes: Sequence[tuple[int, int, int]]) -> list[Rows]:
+    """Arrays of these shapes, one after another."""
     found, at = [], 0
-    for heads, width in shapes:
-        end = at + slots * heads * width
-        rows = np.frombuffer(page[at:end], dtype=np.uint8)
-        found.append(rows.reshape(slots, heads, width))
+    for shape in shapes:
+        end = at + prod(shape)
+        found.append(np.frombuffer(data[at:end], dtype=np.uint8).reshape(shape))
         at = end
     return found
 

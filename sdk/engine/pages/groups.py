@@ -26,24 +26,27 @@ _SHARE_OF_STATES = 0.5
 
 
 class Vacated(NamedTuple):
-    """Places that have lost their memory to another kind: pages, frames by group, slots."""
+    """Places that have lost their memory to another kind: pages, frames by group, slots, and those
+    of snapshots in 16 bits."""
 
     pages: list[int]
     frames: list[list[int]]
     slots: list[int]
+    rounded: list[int]
 
     def __bool__(self) -> bool:
-        return bool(self.pages or self.slots or any(self.frames))
+        return bool(self.pages or self.slots or self.rounded or any(self.frames))
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """See ``StepPlan.vacated``."""
-        return tuple(map(tuple, (self.pages, *self.frames, self.slots))) if self else ()
+        kinds = self.pages, *self.frames, self.slots, self.rounded
+        return tuple(map(tuple, kinds)) if self else ()
 
 
 class Written(NamedTuple):
     """Places for the caller to write what the token after a prefix needs besides pages: by group
-    its frames, and a slot for its state (0: there are no states)."""
+    its frames, and the place of a snapshot of its state (0: there are no states)."""
 
     frames: list[Held]
     slot: int
@@ -65,13 +68,18 @@ class Groups:
         size = config.page_size
         self.frames = [FramePool(group, size, pool.num_pages) for group in config.windows]
         self.states = None if config.states is None else StatePool(config.states)
+        rounded = None if config.states is None else config.states.of_snapshots
+        #: Where snapshots of states are: their own places if they have 16 bits.
+        self.snapshots = self.states if rounded is None else StatePool(rounded)
         states = [] if self.states is None else [self.states]
+        if self.snapshots is not None and rounded is not None:
+            states.append(self.snapshots)
         self._kinds: list[Places] = [pool, *self.frames, *states]
         self.budget = Budget(config.cache_bytes, self._kinds, self._shares())
         for pages in self.frames:
             pages.on_shortage = partial(self._obtain_unused, pages)
-        if self.states is not None:
-            self.states.on_shortage = partial(self._obtain_unused, self.states)
+        for one in states:
+            one.on_shortage = partial(self._obtain_unused, one)
         pool.on_need = self._obtain_pages
         pool.on_forget = self._forget
         pool.on_resize = self._resize
@@ -80,11 +88,20 @@ class Groups:
         #: For the next plan: frames of running sequences.
         self._new_frames: list[tuple[str, Frames]] = []
         self._started: set[str] = set()  # sequences that the next plan starts
-        self.saves = None if self.states is None else StateSaves(self.states, pool, config)
+        self.saves: StateSaves | None = None
+        if self.states is not None and self.snapshots is not None:
+            self.saves = StateSaves(self.states, self.snapshots, pool, config)
 
     def use_swap(self, swap: SwapSpace) -> None:
         """Frames and states go to the swap space when they are evicted."""
-        self.swapped = SwappedPlaces(swap, self._pool, self.frames, self.states)
+        self.swapped = SwappedPlaces(
+            swap, self._pool, self.frames, self.snapshots, rounds=self.rounds
+        )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether snapshots have 16 bits."""
+        return self.snapshots is not self.states
 
     def _shares(self) -> list[float]:
         """The shares of the kinds in the budget: as a sequence of full length needs pages and
@@ -96,7 +113,9 @@ class Groups:
             bytes_of.append(min(one.most_held, num_pages) * one.unit_bytes)
         rest = 1.0 if self.states is None else 1.0 - _SHARE_OF_STATES
         shares = [rest * one / (sum(bytes_of) or 1) for one in bytes_of]
-        return shares if self.states is None else [*shares, _SHARE_OF_STATES]
+        if self.states is None:
+            return shares
+        return [*shares, 0.0, _SHARE_OF_STATES] if self.rounds else [*shares, _SHARE_OF_STATES]
 
     def _obtain_pages(self, count: int) -> None:
         """The pool needs this many spare pages."""
@@ -122,9 +141,11 @@ class Groups:
             if missing > 0:
                 pool.on_shortage(-(-missing // pool.unit_bytes), False)
 
-    def _needs(self, pages: int = 0, slots: int = 0) -> list[int]:
+    def _needs(self, pages: int = 0, slots: int = 0, snapshots: int = 0) -> list[int]:
         needs = [pages] + [0] * len(self.frames)
-        return needs if self.states is None else [*needs, slots]
+        if self.states is None:
+            return needs
+        return [*needs, slots, snapshots] if self.rounds else [*needs, slots + snapshots]
 
     def _resize(self, num_pages: int) -> None:
         self.budget.grow(num_pages * self._pool.unit_bytes)
@@ -132,8 +153,8 @@ class Groups:
     def _forget(self, page: int | None) -> None:
         """A page (``None``: every page) is not known any more."""
         attached: list[FramePool | StatePool] = [*self.frames]
-        if self.states is not None:
-            attached.append(self.states)
+        if self.snapshots is not None:
+            attached.append(self.snapshots)
         for kind in attached:
             if page is None:
                 kind.detach_all()
@@ -181,7 +202,7 @@ class Groups:
 
     def longest(self, pages: Sequence[int]) -> Hit:
         """The longest prefix of known ``pages`` that all groups serve; without tails."""
-        size, states, index = self._config.page_size, self.states, len(pages)
+        size, states, index = self._config.page_size, self.snapshots, len(pages)
         while index > 0:
             snapshot = None if states is None else states.of(pages[index - 1])
             if states is None or snapshot is not None:
@@ -217,7 +238,7 @@ class Groups:
     ) -> int:
         """The bytes that are missing to start a request with these hits: for ``pages`` more pages,
         for its frames and slots. ``sources``: for each tail its frames, which are copied."""
-        needs = self._needs(pages)
+        needs = self._needs(pages, *self._states_of(hits))
         for sequence, hit in zip(request.sequences, hits, strict=True):
             claims = self._claims(sequence)
             for index, claim in enumerate(claims):
@@ -225,11 +246,16 @@ class Groups:
         for one in sources:
             for index, _ in enumerate(one):
                 needs[1 + index] += 1
-        if self.states is not None:
-            snapshots = {hit.snapshot for hit in hits}
-            read = [one for one in snapshots if one is not None and not one.held]
-            needs[-1] = self.states.num_working * len(hits) + len(read)
         return self.budget.missing(needs)
+
+    def _states_of(self, hits: Sequence[Hit]) -> tuple[int, int]:
+        """How many slots and places of snapshots it takes to start from these hits."""
+        if self.states is None:
+            return 0, 0
+        snapshots = {hit.snapshot for hit in hits}
+        read = [one for one in snapshots if one is not None and not one.held]
+        through = self.rounds and any(hit.state is not None for hit in hits)
+        return self.states.num_working * len(hits), len(read) + through
 
     def most_pages(self, num_sequences: int, pinned: int) -> int:
         """How many pages a request with so many sequences could get if nothing else ran but
@@ -249,11 +275,13 @@ class Groups:
                 frames += pool.num_pinned
                 nbytes += frames * pool.unit_bytes
                 fits &= frames < pool.num_frames
-            if self.states is not None:
+            if self.states is not None and self.snapshots is not None:
                 # a sequence may start from a snapshot, which is read while it has its own slots
-                slots = (self.states.num_working + 1) * num_sequences + self.states.num_pinned
-                nbytes += slots * self.states.unit_bytes
-                fits &= slots < self.states.num_slots
+                slots = self.states.num_working * num_sequences
+                kept = num_sequences + self.snapshots.num_pinned
+                nbytes += slots * self.states.unit_bytes + kept * self.snapshots.unit_bytes
+                fits &= slots + (0 if self.rounds else kept) < self.states.num_slots
+                fits &= kept < self.snapshots.num_slots
             if fits and (budget is None or nbytes <= budget):
                 least = count
             else:
@@ -292,8 +320,7 @@ class Groups:
             if self.saves is not None:
                 self.saves.read(sequence, hit.snapshot, tokens)
             self._started.add(sequence.request_id)
-        slots = 0 if self.states is None else self.states.num_working * len(hits)
-        obtained = self._obtain(self._needs(pages, slots))
+        obtained = self._obtain(self._needs(pages, *self._states_of(hits)))
         assert obtained, "memory for frames or slots is missing"
         for sequence, hit in zip(request.sequences, hits, strict=True):
             if self.saves is not None:
@@ -454,8 +481,8 @@ class Groups:
     def begin_writing(self, num_pages: int) -> Written | None:
         """Places for what the token after a prefix of full pages needs. ``None``: there are too
         few."""
-        tokens, states, found = num_pages * self._config.page_size, self.states, []
-        needs = self._needs(slots=1)
+        tokens, found = num_pages * self._config.page_size, list[Held]()
+        needs, snapshots = self._needs(snapshots=1), self.snapshots
         for index, pool in enumerate(self.frames):
             found.append(Held(0, pool.first_seen(tokens)))
             needs[1 + index] = num_pages - found[-1].first
@@ -463,7 +490,7 @@ class Groups:
             return None
         for pool, held in zip(self.frames, found, strict=True):
             pool.grow(held, num_pages)
-        return Written(found, 0 if states is None else states.take(1)[0])
+        return Written(found, 0 if snapshots is None else snapshots.take(1)[0])
 
     def end_writing(self, pages: Sequence[int], written: Written) -> None:
         """These known pages have the places of :meth:`begin_writing`, unless they had some. Without
@@ -472,30 +499,29 @@ class Groups:
             for index in range(held.first, held.end if pages else 0):
                 pool.attach(pages[index], held.frame(index))
             pool.release(held)
-        if self.states is not None and pages:
-            before = self.states.last_of(pages[:-1])
+        if self.snapshots is not None and pages:
+            before = self.snapshots.last_of(pages[:-1])
             tokens = len(pages) * self._config.page_size
-            self.states.attach(pages[-1], written.slot, tokens, before)
-        elif self.states is not None:
-            self.states.give_back((written.slot,))
+            self.snapshots.attach(pages[-1], written.slot, tokens, before)
+        elif self.snapshots is not None:
+            self.snapshots.give_back((written.slot,))
 
     # Pins
 
     def pin(self, pages: Sequence[int]) -> Pinned | None:
         """Keep what a request needs to continue a prefix of full pages. ``None``: it is gone."""
         hit = self.longest(pages)
-        needs = [0, *map(len, hit.frames)]
-        if self.states is not None:
-            needs.append(hit.snapshot is not None and not hit.snapshot.held)
+        needs = self._needs(snapshots=hit.snapshot is not None and not hit.snapshot.held)
+        needs[1 : 1 + len(self.frames)] = map(len, hit.frames)
         if hit.num_pages < len(pages) or self.budget.missing(needs):
             return None
         for pool, frames in zip(self.frames, hit.frames, strict=True):
             for frame in frames:
                 pool.hold(frame)
             pool.pin(len(frames))
-        if self.states is not None and hit.snapshot is not None:
-            self.states.hold(hit.snapshot)
-            self.states.num_pinned += 1
+        if self.snapshots is not None and hit.snapshot is not None:
+            self.snapshots.hold(hit.snapshot)
+            self.snapshots.num_pinned += 1
         self.budget.obtain(self._needs())
         return Pinned(hit.frames, hit.snapshot)
 
@@ -504,9 +530,9 @@ class Groups:
         for pool, frames in zip(self.frames, pinned.frames, strict=True):
             pool.drop(reversed(frames))
             pool.pin(-len(frames))
-        if self.states is not None and pinned.snapshot is not None:
-            self.states.drop(pinned.snapshot)
-            self.states.num_pinned -= 1
+        if self.snapshots is not None and pinned.snapshot is not None:
+            self.snapshots.drop(pinned.snapshot)
+            self.snapshots.num_pinned -= 1
 
     def size_in_pages(self, sequence: Request) -> int:
         """What a running sequence holds, in pages' worth of bytes, at least."""
@@ -520,15 +546,17 @@ class Groups:
 
     @property
     def unused(self) -> list[list[int]]:
-        """The places without content: frames by group, slots."""
+        """The places without content: frames by group, slots, those of snapshots in 16 bits."""
         slots = [] if self.states is None else self.states.unused
-        return [*(one.unused for one in self.frames), slots]
+        rounded = self.snapshots.unused if self.rounds and self.snapshots is not None else []
+        return [*(one.unused for one in self.frames), slots, rounded]
 
     def take_vacated(self) -> Vacated:
         """See :meth:`Budget.take_vacated`."""
         pages, *others = self.budget.take_vacated()
+        rounded = others.pop() if self.rounds else []
         slots = others.pop() if self.states is not None else []
-        return Vacated(pages, others, slots)
+        return Vacated(pages, others, slots, rounded)
 
     def check(self, sequences: Sequence[Request], pins: Sequence[Pinned]) -> None:
         """Assert that all counts agree."""

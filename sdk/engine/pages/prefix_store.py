@@ -155,6 +155,7 @@ class PrefixStore:
         if len(pages) < len(keys):
             return None
         hit = NO_HIT
+        self._round_states()
         if (groups := self._scheduler.groups) is not None:
             hit = groups.longest(pages)
             if hit.num_pages < len(pages):
@@ -165,6 +166,12 @@ class PrefixStore:
         layers = self._read(range(self._spec.num_layers), locations, tier, hit.frames, slot)
         tokens = len(pages) * self._scheduler.config.page_size
         return StoredKV(self._spec.tiers[tier], tuple(layers), tokens)
+
+    def _round_states(self) -> None:
+        """Snapshots in 16 bits are written with the next plan, unless they are read before it."""
+        groups = self._scheduler.groups
+        if groups is not None and groups.rounds:
+            run_copies(self._scheduler, self._executor)
 
     def _read(
         self,
@@ -265,7 +272,7 @@ class PrefixStore:
             raise SnapshotError(
                 f"the snapshot has recurrent states of {ranks} ranks, in layer {index} {found}; "
                 f"expected {self._num_ranks} ranks (tensor_parallel_size), {own}: states are not "
-                "converted, so restore it with as many ranks"
+                "converted, so restore it with as many ranks and the same state_snapshot_dtype"
             )
 
     def _write_groups(self, groups: Groups, pages: list[int], stored: StoredKV) -> bool:
@@ -341,6 +348,7 @@ class PrefixStore:
         """What the token after a prefix needs besides these pages of it, by layer: the last rows of
         those with a window, up to the end of the prefix, and states. ``None``: it is not there.
         """
+        self._round_states()
         pages, groups = self._scheduler.pool.match(keys), self._scheduler.groups
         assert groups is not None
         hit = groups.longest(pages)

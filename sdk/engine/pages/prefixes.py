@@ -79,8 +79,8 @@ class Prefixes:
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
         self._pinned: set[int] = set()
         self._pinned_groups: dict[bytes, Pinned] = {}
-        if groups is not None and groups.states is not None:
-            self.tails.most_kept = groups.states.num_slots
+        if groups is not None and groups.snapshots is not None:
+            self.tails.most_kept = groups.snapshots.num_slots
         if num_swap_pages:
             pool.on_evict = self._swap_out
             if groups is not None:
@@ -173,9 +173,9 @@ class Prefixes:
                 return found._replace(num_known=known)
             snapshot, has_state = None, groups.states is None or not index
             state: PageKey | None = None
-            if groups.states is not None and index:
+            if groups.snapshots is not None and index:
                 if index <= len(pages):
-                    snapshot = groups.states.of(pages[index - 1])
+                    snapshot = groups.snapshots.of(pages[index - 1])
                 if snapshot is None and self._has_state(keys[index - 1]):
                     state = keys[index - 1]
                 has_state = snapshot is not None or state is not None
@@ -253,8 +253,8 @@ class Prefixes:
         token_ids = request.key_ids(first, min(first + size, request.num_tokens - 1))
 
         def may_use(tail: Tail) -> bool:
-            if groups.states is not None and (
-                not tail.whole or groups.states.of(tail.page) is None
+            if groups.snapshots is not None and (
+                not tail.whole or groups.snapshots.of(tail.page) is None
             ):
                 return False
             if groups.tail_frames(tail.page, tail.writer, index) is None:
@@ -263,7 +263,7 @@ class Prefixes:
 
         tail = self.tails.find(parent, token_ids, index, may_use)
         if tail is not None:
-            snapshot = None if groups.states is None else groups.states.of(tail.page)
+            snapshot = None if groups.snapshots is None else groups.snapshots.of(tail.page)
             hit = groups.hit(pages, first + tail.num_tokens, snapshot, len(swapped))
             return Prefix(pages, list(swapped), tail, hit)
         for key in stored:

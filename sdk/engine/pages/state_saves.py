@@ -9,6 +9,9 @@ ones a snapshot is taken where another request is likely to go on:
   prompt lets that one take it, and waits;
 - at the end of an answer, and when a request is preempted: its working slot becomes the snapshot;
 - at the last page boundary of an answer that runs, for a request that goes on with a part of it.
+
+Snapshots in 16 bits are in a memory of their own: a step writes the exact state into a slot, which
+is rounded before the next step and given back; a request that starts from one gets it in its slot.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from sdk.engine.pages.states import (
     WorkingState,
     living,
 )
-from sdk.engine.plan import StateSave
+from sdk.engine.plan import StateCopy, StateSave
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 
@@ -38,14 +41,19 @@ def mark(digest: bytes) -> bytes:
 
 
 class StateSaves:
-    """Takes slots and snapshots for sequences. Not thread-safe."""
+    """Takes slots and snapshots for sequences: ``states`` has the slots, ``snapshots`` the places
+    of snapshots, which are slots too unless they have 16 bits. Not thread-safe."""
 
-    def __init__(self, states: StatePool, pool: PagePool, config: SchedulerConfig) -> None:
+    def __init__(
+        self, states: StatePool, snapshots: StatePool, pool: PagePool, config: SchedulerConfig
+    ) -> None:
         self._states = states
+        self._snapshots = snapshots
+        self._rounds = snapshots is not states
         self._pool = pool
         self._size = config.page_size
         page_bytes = config.page_bytes + sum(group.frame_bytes for group in config.windows)
-        self._everywhere = states.unit_bytes <= _SMALL * page_bytes
+        self._everywhere = snapshots.unit_bytes <= _SMALL * page_bytes
         self._saves: list[StateSave] = []  # of that plan
         #: Marks of snapshots that running sequences will take.
         self.pending: dict[bytes, Request] = {}
@@ -58,17 +66,21 @@ class StateSaves:
         other sequence."""
         sequence.state = WorkingState(snapshot, num_tokens)
         if snapshot is not None:
-            self._states.use(snapshot)
-            self._states.hold(snapshot)
+            self._snapshots.use(snapshot)
+            self._snapshots.hold(snapshot)
 
     def begin(self, sequence: Request) -> None:
         """Give a sequence its slots; there are as many spare ones."""
-        assert sequence.state is not None
-        sequence.state.slots = self._states.take(self._states.num_working)
+        state = sequence.state
+        assert state is not None
+        state.slots = self._states.take(self._states.num_working)
+        if self._rounds and state.read is not None:
+            state.initial = state.slots[0]
+            self._pool.copies.append(StateCopy(state.initial, state.read.slot, out=False))
 
     def _drop_read(self, state: WorkingState) -> None:
         if state.read is not None:
-            self._states.drop(state.read)
+            self._snapshots.drop(state.read)
             state.read = None
 
     def save_ends(self, sequence: Request, num_known: int) -> None:
@@ -145,12 +157,32 @@ class StateSaves:
         if not pages or (last is not None and last.num_tokens >= end):
             self._states.give_back((slot,))  # the page is not certain, or not cached
             return
-        state.last = self._states.attach(pages[0], slot, end, last)
+        if self._rounds:
+            self._states.give_back((slot,))
+        place = self._place(slot, pages[0], end, last)
+        if not place:
+            return
+        state.last = self._snapshots.attach(pages[0], place, end, last)
         if self._everywhere or end in state.save_at:
             return
         rolling, state.rolling = state.rolling, state.last
         if rolling is not None and rolling.page and rolling.uses == 1 and not rolling.held:
-            self._states.detach(rolling.page)
+            self._snapshots.detach(rolling.page)
+
+    def _place(self, slot: int, page: int, num_tokens: int, before: StateSnapshot | None) -> int:
+        """Where the state in a slot is kept as a snapshot of ``page``: there, or rounded before the
+        slot is written again. 0: others save more."""
+        if not self._rounds:
+            return slot
+        cost = num_tokens - (0 if before is None else before.num_tokens)
+        place = self._snapshots.take_for_snapshot(cost)
+        if place and self._pool.key(page) is None:  # evicted to make room
+            self._snapshots.give_back((place,))
+            return 0
+        if place:
+            self._pool.copies.append(StateCopy(slot, place, out=True))
+            self._pool.unconfirmed.add(page)
+        return place
 
     def _forget_mark(self, sequence: Request, num_pages: int) -> None:
         if num_pages <= len(sequence.keys):
@@ -166,10 +198,14 @@ class StateSaves:
             return
         last = living(state.last)
         if last is None or last.num_tokens < sequence.num_computed:
-            slot, tokens = state.slots.pop(state.current), sequence.num_computed
-            state.last = self._states.attach(page, slot, tokens, last, USES_OF_END)
+            tokens = sequence.num_computed
+            place = self._place(state.slots[state.current], page, tokens, last)
+            if not self._rounds:
+                del state.slots[state.current]
+            if place:
+                state.last = self._snapshots.attach(page, place, tokens, last, USES_OF_END)
         else:
-            self._states.expect(last, USES_OF_END)
+            self._snapshots.expect(last, USES_OF_END)
 
     def release(self, sequence: Request) -> None:
         """A sequence gives its slots back."""
@@ -193,5 +229,7 @@ class StateSaves:
             held += [] if state.read is None else [state.read]
         pool = self._pool
         known = {page for page in range(1, pool.num_pages) if pool.key(page) is not None}
-        self._states.check(working, held, known)
+        self._snapshots.check([] if self._rounds else working, held, known)
+        if self._rounds:
+            self._states.check(working, [], known)
         assert set(self.pending.values()) <= set(sequences), "a snapshot is promised by nobody"

@@ -26,11 +26,26 @@ USES_OF_END = 3
 
 class StateSlots(NamedTuple):
     """The memory of recurrent states: ``num_slots`` of ``slot_bytes``, all layers in one, slot 0
-    reserved. ``drafts``: the most drafts of a row; a sequence has one slot more than that."""
+    reserved. ``drafts``: the most drafts of a row; a sequence has one slot more than that.
+    ``num_rounded`` places of ``rounded_bytes``, the first reserved: those of snapshots in 16 bits;
+    0: snapshots are in slots."""
 
     slot_bytes: int
     num_slots: int
     drafts: int = 0
+    rounded_bytes: int = 0
+    num_rounded: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it that may be used."""
+        rounded = max(self.num_rounded - 1, 0) * self.rounded_bytes
+        return (self.num_slots - 1) * self.slot_bytes + rounded
+
+    @property
+    def of_snapshots(self) -> StateSlots | None:
+        """The places of snapshots in 16 bits."""
+        return StateSlots(self.rounded_bytes, self.num_rounded) if self.num_rounded else None
 
 
 class StateSnapshot:

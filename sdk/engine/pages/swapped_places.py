@@ -11,7 +11,8 @@ from typing import NamedTuple
 from sdk.engine.pages.frames import FramePool
 from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.pages.states import StatePool, StateSnapshot
-from sdk.engine.pages.swap import Holds, SwapSpace
+from sdk.engine.pages.swap import Holds, Slots, SwapSpace
+from sdk.engine.plan import StateCopy
 from sdk.engine.scheduling.request import Request
 
 
@@ -40,24 +41,28 @@ NO_HIT = Hit(0)
 
 class SwappedPlaces:
     """The frames and states of one scheduler that are in the swap space. Region ``1 + g`` is that
-    of window group g, and the one after them that of states."""
+    of window group g, and the one after them that of states: snapshots as they are kept, in 16 bits
+    if it ``rounds`` them."""
 
     def __init__(
         self,
         swap: SwapSpace,
         pool: PagePool,
         frames: Sequence[FramePool],
-        states: StatePool | None,
+        snapshots: StatePool | None,
+        *,
+        rounds: bool = False,
     ) -> None:
         self._swap = swap
         self._pool = pool
         self._frames = list(frames)
-        self._states = states
+        self._snapshots = snapshots
+        self._rounds = rounds
         self._state_region = 1 + len(frames)
         for group, kind in enumerate(frames, 1):
             kind.on_evict = partial(self._store_frame, kind, group)
-        if states is not None:
-            states.on_evict = self._store_state
+        if snapshots is not None:
+            snapshots.on_evict = self._store_state
 
     def store(self, page: int) -> None:
         """A page is about to be evicted, and goes to the swap space: so does what belongs to it."""
@@ -65,7 +70,7 @@ class SwappedPlaces:
             [frame] = pool.frames_of((page,))
             if frame:
                 self._store_frame(pool, group, frame, page)
-        if self._states is not None and (snapshot := self._states.of(page)) is not None:
+        if self._snapshots is not None and (snapshot := self._snapshots.of(page)) is not None:
             self._store_state(snapshot)
 
     def _store_frame(self, pool: FramePool, group: int, frame: int, page: int) -> None:
@@ -127,7 +132,18 @@ class SwappedPlaces:
         if hit.state is not None:
             assert sequence.state is not None
             slot = sequence.state.initial = sequence.state.slots[0]
-            swap.load(held[hit.state, self._state_region], slot, self._state_region)
+            self._load_state(held[hit.state, self._state_region], slot)
+
+    def _load_state(self, held: Slots, slot: int) -> None:
+        """Copy a state into a slot; rounded ones come through a place that is spare."""
+        if not self._rounds:
+            self._swap.load(held, slot, self._state_region)
+            return
+        assert self._snapshots is not None
+        [place] = self._snapshots.take(1)
+        self._swap.load(held, place, self._state_region)
+        self._pool.copies.append(StateCopy(slot, place, out=False))
+        self._snapshots.give_back((place,))
 
     def attach(self, sequence: Request, hit: Hit) -> None:
         """The pages of a sequence that starts are known: the frames that it loads belong to them,
@@ -139,6 +155,6 @@ class SwappedPlaces:
                     if self._pool.key(page) is not None:
                         self._pool.unconfirmed.add(page)
                         pool.attach(page, held.frame(index))
-        if hit.state is not None and self._states is not None and sequence.state is not None:
+        if hit.state is not None and self._snapshots is not None and sequence.state is not None:
             known = sequence.pages[: hit.num_pages]
-            sequence.state.last = self._states.last_of(known)
+            sequence.state.last = self._snapshots.last_of(known)

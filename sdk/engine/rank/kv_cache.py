@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sdk.api.errors import RequestError
-from sdk.engine.plan import Copy, Duplicate, Frames, Swap
+from sdk.engine.plan import Copy, Duplicate, Frames, StateCopy, Swap
 from sdk.engine.rank.cache_memory import CacheMemory
+from sdk.engine.rank.rounded_states import RoundedStates
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.kernels.kv_pages import KVPages
@@ -110,6 +111,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         ops.device,
         num_frames=config.num_frames,
         num_states=config.num_states,
+        num_rounded=config.num_rounded,
         keys_transposed=ops.keys_transposed,
         first_heads=[_first_head(model, mesh, model.caches[cache]) for cache in own],
         first_layer=own.start,
@@ -161,10 +163,11 @@ class KVCache:
     ``layers``: for each cache of ``spec`` its pages, or its states. Layers that keep all tokens are
     in the memory of ``num_pages`` pages. Each window group has a memory of as many frames as
     ``num_frames`` says, whose ids its page tables contain, and states have one of ``num_states``
-    slots: ``KVSpec.region``. Within a place all layers are next to each other, so that a few used
-    ones touch little memory: spread over the layers, one token of a 30-layer model would touch 60
-    huge pages of 2 MiB. A layer of pages has its keys, its values, and the scales of both if they
-    are codes.
+    slots: ``KVSpec.region``. With ``num_rounded`` snapshots of states have that many places of
+    their own, in 16 bits, as one more region (``rounded_states.py``). Within a place all layers are
+    next to each other, so that a few used ones touch little memory: spread over the layers, one
+    token of a 30-layer model would touch 60 huge pages of 2 MiB. A layer of pages has its keys, its
+    values, and the scales of both if they are codes.
 
     ``keys_transposed``: the memory order of a page's keys that the backend needs (see ``KVPages``).
     ``first_heads``: by layer the first of its key/value heads that this rank holds; empty: 0.
@@ -183,6 +186,7 @@ class KVCache:
         *,
         num_frames: Sequence[int] = (),
         num_states: int = 0,
+        num_rounded: int = 0,
         keys_transposed: bool = True,
         first_heads: Sequence[int] = (),
         first_layer: int = 0,
@@ -201,6 +205,7 @@ class KVCache:
             raise ValueError(
                 f"KVCache: expected frames of {len(spec.windows)} window groups, found {num_frames}"
             )
+        self._num_rounded = num_rounded
         self.first_heads = tuple(first_heads) or (0,) * spec.num_layers
         self.first_layer, self.rank = first_layer, rank
         self._device = torch.device(device)
@@ -224,10 +229,12 @@ class KVCache:
         for region, memory in enumerate(self._memories):
             for layer, found in self._layers_of(region, memory.places).items():
                 self.layers[layer] = found
+        self._rounded = self._allocate_rounded() if self._num_rounded else None
         num_swap_pages, swap_path, parts = self._swap
         self._recode: Callable[[int, int], None] | None = None  # bound when first needed
         if num_swap_pages:
-            places = [memory.places for memory in self._memories[: len(parts)]]
+            memories = [*self._memories[:-1], self._snapshot_memory][: len(parts)]
+            places = [memory.places for memory in memories]
             self._storage = SwapStorage(places, num_swap_pages, swap_path, parts)
 
     def _layers_of(self, region: int, places: Tensor) -> dict[int, KVPages | LayerState]:
@@ -235,13 +242,7 @@ class KVCache:
         spec, layers = self.spec, self.spec.layers_in(region)
         offset = 0
         if region == spec.num_regions - 1:
-            states: dict[int, KVPages | LayerState] = {}
-            for layer in layers:
-                cache = spec.caches[layer]
-                assert isinstance(cache, StateCache)
-                states[layer] = _state(places, cache, offset)
-                offset += cache.nbytes
-            return states
+            return dict(_states_of(places, spec))
         below: dict[int, KVPages] = {}
         count, nbytes = places.shape
         for index, tier in reversed(list(enumerate(spec.tiers))):
@@ -252,6 +253,30 @@ class KVCache:
                 offset += tier.layer_bytes(layer)
             below = own
         return dict(below)
+
+    def _allocate_rounded(self) -> RoundedStates:
+        """The memory of snapshots in 16 bits."""
+        spec = self.snapshot_spec
+        nbytes = spec.region_bytes(spec.num_regions - 1)
+        memory = CacheMemory(self._num_rounded, nbytes, self._device)
+        exact = {i: one for i, one in enumerate(self.layers) if isinstance(one, LayerState)}
+        caches = [one for one in self.spec.caches if isinstance(one, StateCache)]
+        return RoundedStates(memory, exact, _states_of(memory.places, spec), caches)
+
+    @property
+    def snapshot_spec(self) -> KVSpec:
+        """The spec with the states as snapshots have them."""
+        return self.spec.with_rounded_states if self._num_rounded else self.spec
+
+    def snapshots(self, layer: int) -> LayerState:
+        """The memory of snapshots of one layer's states."""
+        found = self.layers[layer] if self._rounded is None else self._rounded.layers[layer]
+        assert isinstance(found, LayerState)
+        return found
+
+    @property
+    def _snapshot_memory(self) -> CacheMemory:
+        return self._memories[-1] if self._rounded is None else self._rounded.memory
 
     @property
     def pages(self) -> list[KVPages]:
@@ -285,6 +310,10 @@ class KVCache:
             if isinstance(one, Swap):
                 assert self._storage is not None
                 self._storage.run(one)
+            elif isinstance(one, StateCopy):
+                assert self._rounded is not None
+                move = self._rounded.save if one.out else self._rounded.load
+                move(one.slot, one.place)
             elif isinstance(one, Duplicate) and one.group is not None:
                 self._memories[1 + one.group].copy(one.source, one.target)
             else:
@@ -315,13 +344,15 @@ class KVCache:
 
         Does nothing unless ``can_vacate``, for example on a GPU.
         """
-        self._memories[region].vacate(places)
+        memory = self._snapshot_memory if region == len(self._memories) else self._memories[region]
+        memory.vacate(places)
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers, self._recode = [], None
-        for memory in self._memories:
+        for memory in (*self._memories, self._snapshot_memory):
             memory.close()
+        self._rounded = None
         if self._storage is not None:
             self._storage.close()
             self._storage = None
@@ -335,6 +366,17 @@ def _view(places: Tensor, begin: int, name: str | torch.dtype, shape: tuple[int,
     values = places.view(-1).view(dtype)
     at = values.storage_offset() + begin // dtype.itemsize
     return values.as_strided((places.shape[0], *shape), strides, at)
+
+
+def _states_of(places: Tensor, spec: KVSpec) -> dict[int, LayerState]:
+    """The layers with states in one memory, uint8 ``[count, bytes]``."""
+    states, offset = dict[int, LayerState](), 0
+    for layer in spec.layers_in(spec.num_regions - 1):
+        cache = spec.caches[layer]
+        assert isinstance(cache, StateCache)
+        states[layer] = _state(places, cache, offset)
+        offset += cache.nbytes
+    return states
 
 
 def _state(places: Tensor, cache: StateCache, begin: int) -> LayerState:

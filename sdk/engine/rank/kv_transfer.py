@@ -29,7 +29,6 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import encode, mixed
-from sdk.kernels.states import LayerState
 from sdk.quant.caches import StateCache
 from sdk.quant.spec import KVPart, KVSpec
 
@@ -221,8 +220,8 @@ def write_layer(
 
 
 def read_state(runner: ModelRunner, layer: int, slot: int) -> tuple[int, Bytes] | None:
-    """This rank's number and its part of a layer's state in one slot. ``None``: another stage has
-    the layer.
+    """This rank's number and its part of a layer's state in one snapshot. ``None``: another stage
+    has the layer.
     """
     parts = _state_parts(runner, layer, slot)
     if parts is None:
@@ -231,7 +230,7 @@ def read_state(runner: ModelRunner, layer: int, slot: int) -> tuple[int, Bytes] 
 
 
 def write_state(runner: ModelRunner, layer: int, slot: int, rows: Bytes) -> None:
-    """Write each rank's part of a layer's state, uint8 ``[ranks, bytes]``, into one slot."""
+    """Write each rank's part of a layer's state, uint8 ``[ranks, bytes]``, into one snapshot."""
     parts = _state_parts(runner, layer, slot)
     begin = 0
     for part in parts or ():
@@ -252,8 +251,8 @@ def _state_parts(runner: ModelRunner, layer: int, slot: int) -> list[Tensor] | N
     layer -= runner.kv.first_layer
     if not 0 <= layer < len(runner.kv.layers):
         return None
-    state, cache = runner.kv.layers[layer], runner.kv.spec.caches[layer]
-    assert isinstance(state, LayerState) and isinstance(cache, StateCache)
+    state, cache = runner.kv.snapshots(layer), runner.kv.snapshot_spec.caches[layer]
+    assert isinstance(cache, StateCache)
     return [state[part.name][slot] for part in cache.parts]
 
 

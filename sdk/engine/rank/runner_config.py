@@ -83,6 +83,8 @@ class RunnerConfig:
     num_frames: tuple[int, ...] = ()
     #: Slots of recurrent states, with slot 0, which is for padding.
     num_states: int = 0
+    #: Places of snapshots of states in 16 bits, with place 0; 0: snapshots are in slots.
+    num_rounded: int = 0
     #: Bytes of this rank's weights that are offloaded to a file in ``disk_folder``, and bytes that
     #: stay in memory.
     disk_bytes: int = 0

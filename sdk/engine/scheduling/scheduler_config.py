@@ -124,6 +124,8 @@ class SchedulerConfig:
                 raise ValueError(f"windows: every number must be positive, got {group}")
         states = self.states
         if states is not None and (
-            states.slot_bytes < 1 or states.num_slots < 2 or states.drafts < 0
+            min(states.slot_bytes, states.num_slots - 1) < 1
+            or states.drafts < 0
+            or (states.num_rounded and min(states.rounded_bytes, states.num_rounded - 1) < 1)
         ):
             raise ValueError(f"states: every number must be positive, got {states}")

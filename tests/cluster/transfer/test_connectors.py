@@ -386,7 +386,7 @@ def test_whoever_does_not_know_the_token_gets_nothing(monkeypatch: pytest.Monkey
 
 def test_a_token_of_ranks_does_not_connect_hand_overs() -> None:
     listener = TcpListener(TOKEN)
-    ranks = SharedToken(TOKEN.encode(), "embedlm-ranks/4")
+    ranks = SharedToken(TOKEN.encode(), "embedlm-ranks/5")
     with pytest.raises(HandshakeError, match="serves something else with the same token"):
         ranks.connect(parse_address(listener.address, "address"), 5)
     listener.close()

@@ -13,7 +13,7 @@ import pytest
 
 from sdk import LLM, RequestError
 from sdk.api.errors import TransferError
-from sdk.cluster.transfer import EnginePages, HandOverSender, MemoryStore, StoreConnector
+from sdk.cluster.transfer import EnginePages
 from sdk.cluster.transfer.connector import Part
 from sdk.cluster.transfer.intake import Rest
 from tests.cluster.transfer.pairs import (
@@ -200,16 +200,6 @@ def test_windows_that_keep_all_tokens_are_other_ones(tmp_path: Path) -> None:
         answer(two.a, IDS, PREFILL)
         result = two.end(two.begin(IDS))
         assert "windows of (8,) at the sender, and of () here" in (result.problem or "")
-
-
-def test_a_store_keeps_pages_alone(path: Path) -> None:
-    with _pair(path) as two:
-        answer(two.a, IDS, PREFILL)
-        store = StoreConnector(MemoryStore(1 << 24))
-        with HandOverSender(EnginePages.of(two.a), store) as sender:
-            problem = sender.hand_over("x", "", IDS).result(LIMIT).problem
-        assert "a store keeps pages alone" in (problem or "")
-        assert "a store keeps pages alone" in (two.receiver.fetch(store, IDS).problem or "")
 
 
 def test_a_model_without_pages_is_refused(tmp_path: Path) -> None:

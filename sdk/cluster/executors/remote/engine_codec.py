@@ -18,6 +18,7 @@ from sdk.engine.plan import (
     Pooling,
     RequestStart,
     SequenceSpec,
+    StateCopy,
     StateSave,
     StepPlan,
     StepRow,
@@ -30,11 +31,11 @@ from sdk.quant.adapter import LowRank
 from sdk.quant.spec import KVSpec
 
 #: What ranks on different hosts say to each other, and its version.
-PROTOCOL = "embedlm-ranks/4"
+PROTOCOL = "embedlm-ranks/5"
 #: Whole, field by field.
 _WHOLE: tuple[type[Any], ...] = (
     *(StepPlan, StepRow, RequestStart, Frames, StateSave),
-    *(Pooling, Swap, Move, Duplicate, RankCall),
+    *(Pooling, Swap, Move, Duplicate, StateCopy, RankCall),
     *(Encoding, EncodedImage, PromptImage, ImageInput),
     *(RunnerConfig, KVSpec, kv_transfer.LayerKV, page_rows.RankRows, LowRank),
 )
