@@ -98,9 +98,9 @@ class Layer:
         self.ops = source.ops
         c = source.config
         self.multiplier = c.residual_scale
-        self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
+        self.parallel, self.post_norm = c.parallel_blocks, c.post_norm
         blocks = c.blocks_of(index)
-        names = rules.norms_of(self.parallel, blocks)
+        names = rules.norms_of(self.parallel, blocks, post=self.post_norm)
         if self.parallel and c.one_norm:
             names = names._replace(before_mlp=None)
         if not index and not rules.first_norm:
@@ -160,12 +160,18 @@ class Layer:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
 
     def __call__(
-        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        step: Step,
+        caches: Sequence[Memory],
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
-        no residual, and none has with ``LayerRules.post_norm``. ``caches``: one for each mixer."""
+        no residual, and none has in a post-norm model, which may write its result into ``out``.
+        ``caches``: one for each mixer."""
         if self.post_norm:
-            return self._run_post_norm(delta, step, caches), None
+            return self._run_post_norm(delta, step, caches, out), None
         if self.parallel:
             return self._run_parallel(delta, residual, step, caches)
         if self.mixers:
@@ -250,7 +256,9 @@ class Layer:
         delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
         return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
-    def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
+    def _run_post_norm(
+        self, x: Tensor, step: Step, caches: Sequence[Memory], out: Tensor | None
+    ) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
         assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
         again = None
@@ -259,7 +267,7 @@ class Layer:
         x, _ = self.ops.add_norm(self._mix(x, step, caches), x, self.after_attention, wide=True)
         if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
-        x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
+        x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True, out=out)
         return x
 
     def _input(
@@ -374,9 +382,7 @@ class Decoder:
             from sdk.models.layer_inputs import LayerInputs
 
             self.inputs = LayerInputs(source)
-        self.projection: Projection | None = None
-        if mesh.is_first and c.embedding_size is not None:
-            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
+        self._pull_projections(source)
         self.head: Head | None = None
         if mesh.is_last and c.causal:
             self.head = source.head(self.embedding)
@@ -394,7 +400,7 @@ class Decoder:
             self.layers = self.several.layers
         self._caches = _places_of_caches(c, self.numbers)
         self.norm: Norm | None = None
-        if mesh.is_last and not self._rules.post_norm:
+        if mesh.is_last and not c.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
         self.axes = self._axes()
@@ -410,6 +416,21 @@ class Decoder:
         self.streamed: Sequence[int] = ()
         #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.
         self.streams: list[Tensor] = []
+
+    def _pull_projections(self, source: Source) -> None:
+        """From the width of embeddings to that of layers, and back before the head."""
+        c, mesh = self.config, source.mesh
+        #: Whether embeddings of tokens alone are projected.
+        self._tokens_projected = embedding_rules(c).projected == "tokens"
+        self.projection: Projection | None = None
+        self.projection_out: Projection | None = None
+        if c.embedding_size is None:
+            return
+        if mesh.is_first:
+            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
+        if mesh.is_last and self._tokens_projected:
+            path = "model.project_out"
+            self.projection_out = source.matrix(path, c.embedding_size, c.hidden_size)
 
     def _axes(self) -> Tensor | None:
         """By which axis of positions each rotary frequency turns, int32; ``None``: there is one.
@@ -463,18 +484,17 @@ class Decoder:
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 assert isinstance(layer, Layer)
-                delta, residual = layer(delta, residual, step, [kv[one] for one in places])
+                to = out if i == self.numbers[-1] else None
+                delta, residual = layer(delta, residual, step, [kv[one] for one in places], to)
             if i + 1 < self._features and batch.image_rows is not None:
                 assert residual is not None
                 self._place(residual, batch.image_rows, i + 1, add=True)
-        if self._rules.post_norm:
-            assert out is None and self._mesh.is_last
-            return delta
-        if self.norm is None:
-            assert residual is not None and self._mesh.downstream is not None
-            stream = self.ops.add(residual, delta)
+        if self._mesh.downstream is not None:
+            stream = delta if residual is None else self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
             return stream
+        if self.norm is None:
+            return delta
         hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
@@ -492,7 +512,9 @@ class Decoder:
             x = self.ops.add(self.types.rows(batch.token_types), x)
         if self.embedding_norm is not None:
             x = self.ops.norm(x, self.embedding_norm)
-        return x if self.projection is None else self.projection(x)
+        if self.projection is None or self._tokens_projected:
+            return x
+        return self.projection(x)
 
     def _angles(self, rope: Rope, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Those of a rotary embedding."""
@@ -517,10 +539,15 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""
         assert self.embedding is not None
-        return self.embedding(token_ids)
+        x = self.embedding(token_ids)
+        if self.projection is None or not self._tokens_projected:
+            return x
+        return self.projection(x)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`CausalLM`. ``out``: where to write them, if no other rank has a part of the
         vocabulary."""
         assert self.head is not None
+        if self.projection_out is not None:
+            hidden = self.projection_out(hidden)
         return self.head(hidden, out)
