@@ -20,7 +20,7 @@ from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
 #: Names of recurrent mixers in a path.
-_MIXERS = (".conv.", ".linear_attn.", ".mamba.")
+_MIXERS = (".conv.", ".linear_attn.", ".mamba.", ".rwkv.", ".mlp.shift")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),

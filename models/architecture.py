@@ -277,6 +277,7 @@ class LayerRules(NamedTuple):
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
+    ``shifted_mlp``: the MLP reads the token before, too: see :class:`sdk.models.mlp.ShiftedMLP`.
     ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
     ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
@@ -305,6 +306,7 @@ class LayerRules(NamedTuple):
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
     block_scales: bool = False
+    shifted_mlp: bool = False
     sub_norms: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False

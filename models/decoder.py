@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
+from sdk.kernels.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
-from sdk.models.mlp import MLP, MLPBesideExperts, has_experts, mlp_of
+from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
-    from sdk.kernels.states import LayerState
     from sdk.models.altup import StreamLayer, Streams
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
@@ -134,7 +134,7 @@ class Layer:
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
         if blocks.linear:
             self.mixers.append(TokenLinear(source, f"{path}.self_attn.linear_attn"))
-        self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
+        self.mlp: MLP | ExpertMLP | MLPBesideExperts | ShiftedMLP | None = None
         if blocks.mlp:
             self.mlp = mlp_of(source, path, index, rules, reduce=each)
         #: The embedding of each token for this layer, and the number that multiplies its result.
@@ -179,7 +179,7 @@ class Layer:
             x = self._mix(x, step, caches)
             # No name is left for what went into the norm: the plan does not count it.
             delta = x = self._output(x, self.after_attention, self.attention_scale)
-        delta, residual = self._feed_forward(delta, residual)
+        delta, residual = self._feed_forward(delta, residual, step, caches)
         if self.input is not None:
             residual = delta if residual is None else self.ops.add(residual, delta)
             delta = self.input(residual, step)
@@ -203,7 +203,7 @@ class Layer:
         """The second part, for some rows, when the pages have the keys and values of all rows."""
         x = self._attention.attended(q, None, step, pages)
         delta = self._output(x, self.after_attention, self.attention_scale)
-        delta, after = self._feed_forward(delta, residual)
+        delta, after = self._feed_forward(delta, residual, step, [pages])
         assert after is not None
         return delta, after
 
@@ -214,13 +214,19 @@ class Layer:
         assert isinstance(found, Attention)
         return found
 
-    def _feed_forward(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _feed_forward(
+        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
+    ) -> tuple[Tensor, Tensor | None]:
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
             if self.ahead is not None:
                 self.ahead[1].expect(self.ops.norm(residual, self.ahead[0]))
             if isinstance(self.mlp, MLPBesideExperts):
                 x = self.mlp(x, residual)
+            elif isinstance(self.mlp, ShiftedMLP):
+                [state] = caches
+                assert isinstance(state, LayerState)
+                x = self.mlp(x, step, state)
             else:
                 x = self.mlp(x)
             delta = self._output(x, self.after_mlp, self.mlp_scale)
@@ -245,7 +251,7 @@ class Layer:
     def _run_parallel(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
+        assert isinstance(self.mlp, (MLP, ExpertMLP))
         rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
@@ -260,7 +266,7 @@ class Layer:
         self, x: Tensor, step: Step, caches: Sequence[Memory], out: Tensor | None
     ) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
+        assert isinstance(self.mlp, (MLP, ExpertMLP))
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)
@@ -471,7 +477,7 @@ class Decoder:
         residual: Tensor | None = None
         angles = [self._angles(rope, batch) for rope in self.ropes]
         own = None if self.inputs is None else self.inputs(inputs, delta)
-        step = Step(batch, angles, self.biases, own)
+        step = Step(batch, angles, self.biases, own, [])
         self.streams = []
         if self.several is not None:
             assert self.norm is not None and not self.streamed

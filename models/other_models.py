@@ -163,13 +163,13 @@ REFUSED = (
     RefusedModels(
         _RECURRENT,
         gguf=(
-            *("arwkv7", "bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
-            *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
+            *("bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
+            *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2"),
         ),
         types=(
             *("bailing_hybrid", "bailing_moe_v2_5", "glm5_next_text"),
             *("kimi_linear", "lara_mini", "minimax", "minimax_text_01", "plamo2"),
-            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
+            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
         ),
     ),
