@@ -17,7 +17,7 @@ from sdk.kernels.answer_place import Case, Found, Place
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.norm import Norm
-from sdk.kernels.states import StateBatch
+from sdk.kernels.states import RwkvKeys, StateBatch
 
 _COUNTS = (5, 2)
 _TOKENS = sum(_COUNTS)
@@ -61,12 +61,13 @@ def _conv(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> F
     width, (batch, states) = x.shape[1], _step(place)
     given = place.rows(_TOKENS, width, seed=1)
     taps = place.floats(*weight.shape, seed=2)
-    bias = None if bias is None else place.floats(width, seed=3)
+    bias = None if bias is None else place.floats(*weight.shape[:-1], seed=3)
     gates = [
         None if one is None else place.rows(_TOKENS, width, seed=4 + i)
         for i, one in enumerate((before, after))
     ]
-    slots, out = _state(place, state), place.nan(_TOKENS, width, dtype=place.short)
+    several = weight.shape[:-2]
+    slots, out = _state(place, state), place.nan(*several, _TOKENS, width, dtype=place.short)
     kernel.run(given, taps, bias, slots, batch, states, activation, *gates, out)
     return _found("the convolution", place, out, slots)
 
@@ -83,6 +84,22 @@ def _delta(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> 
     out = place.nan(_TOKENS, *v.shape[1:], dtype=place.short)
     kernel.run(*heads, rate, beta, slots, batch, states, 1.0, eps, tiled, out)
     return _found("the delta rule", place, out, slots)
+
+
+def _rwkv(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
+    *_, first, state = like
+    batch, states = _step(place)
+    shape = _TOKENS, *state.shape[1:3]
+    r, k, v, earlier = (place.rows(*shape, seed=1 + i) for i in range(4))
+    decay = -place.floats(*shape, seed=5).abs()
+    rate, mix = (place.floats(*shape, seed=6 + i).sigmoid() for i in range(2))
+    keys = RwkvKeys(*(place.floats(*shape[1:], seed=8 + i, mean=1.0) for i in range(3)))
+    moved = None if first is None else (earlier, mix)
+    slots = _state(place, state)
+    out, own = (place.nan(*shape, dtype=place.short) for _ in range(2))
+    kernel.run(r, k, v, decay, rate, keys, moved, slots, batch, states, out, own)
+    limit = place.limit(place.rounded)
+    return [*_found("RWKV-7's states", place, out, slots), ("the tokens' own parts", own, limit)]
 
 
 def _space(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]) -> Found:
@@ -137,6 +154,7 @@ def _gated_norm(kernel: Any, place: Place, problem: Problem, like: Sequence[Any]
 STATE_CASES: dict[str, Case] = {
     "causal_conv": _conv,
     "gated_delta": _delta,
+    "rwkv": _rwkv,
     "ssd": _space,
     "selective_scan": _scan,
     "rates": _rates,

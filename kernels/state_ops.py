@@ -16,23 +16,24 @@ from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.norm import Norm
+from sdk.kernels.states import RwkvKeys
 
 #: The most inputs that a convolution sees, its own token included.
 MAX_TAPS = 16
-#: The largest Dk of :meth:`StateOps.gated_delta`, N of :meth:`StateOps.ssd` and
-#: :meth:`StateOps.selective_scan`.
+#: The largest Dk of :meth:`StateOps.gated_delta`, D of :meth:`StateOps.rwkv`, N of
+#: :meth:`StateOps.ssd` and :meth:`StateOps.selective_scan`.
 MAX_STATE_DIM = 512
 #: The functions of a gate of :meth:`StateOps.gated_norm`.
 NormGate = Literal["silu", "sigmoid"]
 NORM_GATES: tuple[NormGate, ...] = ("silu", "sigmoid")
 #: What :meth:`StateOps.rates` is a function of.
-RateKind = Literal["sigmoid", "softplus"]
-RATES: tuple[RateKind, ...] = ("sigmoid", "softplus")
+RateKind = Literal["sigmoid", "softplus", "tanh"]
+RATES: tuple[RateKind, ...] = ("sigmoid", "softplus", "tanh")
 
 
 class StateOps:
-    """``Ops.states``: causal convolutions, the gated delta rule, the recurrences of Mamba-1 and 2;
-    and the small operators around them.
+    """``Ops.states``: causal convolutions, the gated delta rule, the recurrences of RWKV-7, Mamba-1
+    and Mamba-2; and the small operators around them.
 
     Tensors of tokens may be strided views of one projection, as long as the numbers of a head, or
     of a convolution's row, are next to each other.
@@ -59,14 +60,16 @@ class StateOps:
         bias ``[C]`` or none, both float32; ``activation``: ``silu`` or none. ``state`` float32
         ``[slots, K - 1, C]``: the last K - 1 inputs, oldest first. ``before``, ``after`` ``[T, C]``
         make it a gated short convolution (LFM2): x is multiplied by ``before`` first (products are
-        the inputs that the state keeps), the result by ``after`` last.
+        the inputs that the state keeps), the result by ``after`` last. Without these, a weight
+        ``[M, C, K]`` and a bias ``[M, C]`` are those of M convolutions of x: ``[M, T, C]``.
         """
         states = _states("causal_conv", batch)
         tokens = batch.num_tokens
         self._expect("causal_conv x", x, tokens, None)
         width = x.shape[1]
-        expect("causal_conv weight", weight, torch.float32, width, None)
-        taps = weight.shape[1]
+        several = weight.shape[:1] if weight.dim() == 3 else ()
+        expect("causal_conv weight", weight, torch.float32, *several, width, None)
+        taps = weight.shape[-1]
         if not 2 <= taps <= MAX_TAPS:
             raise KernelError(f"causal_conv weight: expected 2 to {MAX_TAPS} taps, found {taps}")
         if activation not in (None, "silu"):
@@ -74,12 +77,14 @@ class StateOps:
                 f"causal_conv activation: expected None or 'silu', found {activation!r}"
             )
         if bias is not None:
-            expect("causal_conv bias", bias, torch.float32, width)
+            expect("causal_conv bias", bias, torch.float32, *several, width)
         for name, gate in (("before", before), ("after", after)):
             if gate is not None:
                 self._expect(f"causal_conv {name}", gate, tokens, width)
+                if several:
+                    raise KernelError(f"causal_conv {name}: expected none with several weights")
         _expect_state("causal_conv", state, taps - 1, width)
-        out = self._context.empty(tokens, width, dtype=x.dtype)
+        out = self._context.empty(*several, tokens, width, dtype=x.dtype)
         if out.numel():
             like = (x, weight, bias, state, activation, before, after)
             gates = [
@@ -141,6 +146,51 @@ class StateOps:
             given = (q, k, v, decay, beta, state, batch, states)
             kernel.run(*given, scale, eps, tiled, out)
         return out
+
+    def rwkv(
+        self,
+        r: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        keys: RwkvKeys,
+        state: Tensor,
+        batch: AttentionBatch,
+        *,
+        first: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The time mixing of RWKV-7 (Peng et al. 2025, arXiv 2503.14456): two ``[T, H, D]``.
+
+        For each token of a head ``u = k * norm`` divided by its length, and ``S = e^decay S -
+        (rate * u) (u S) + key v`` with S before the token in ``u S``; key is ``k (1 + (rate - 1)
+        mix)``. The results are ``r S`` and the token's own part, ``(r * read . key) v``. r, k, v
+        ``[T, H, D]``; decay, at most 0, and rate float32 ``[T, H, D]``. ``first``: v and how far,
+        float32, each of its numbers moves from v to it, ``[T, H, D]`` both. ``state`` float32
+        ``[slots, H, D, D]``.
+        """
+        states = _states("rwkv", batch)
+        tokens = batch.num_tokens
+        self._expect("rwkv r", r, tokens, None, None)
+        heads, dim = r.shape[1:]
+        given = [("k", k), ("v", v)] if first is None else [("k", k), ("v", v), ("first", first[0])]
+        for name, x in given:
+            self._expect(f"rwkv {name}", x, tokens, heads, dim)
+        wide = {"decay": decay, "rate": rate} | ({} if first is None else {"mix": first[1]})
+        for name, x in wide.items():
+            expect(f"rwkv {name}", x, torch.float32, tokens, heads, dim)
+            _expect_rows(f"rwkv {name}", x)
+        for name, x in (("norm", keys.norm), ("mix", keys.mix), ("read", keys.read)):
+            expect(f"rwkv {name} of keys", x, torch.float32, heads, dim)
+        if not 1 <= dim <= MAX_STATE_DIM:
+            raise KernelError(f"rwkv: expected heads of 1 to {MAX_STATE_DIM} numbers, found {dim}")
+        _expect_state("rwkv", state, heads, dim, dim)
+        out, own = (self._context.empty(tokens, heads, dim, dtype=v.dtype) for _ in range(2))
+        if out.numel():
+            like = (r, k, v, decay, rate, first, state)
+            kernel = self._kernel("rwkv", like, head_dim=dim, format="first" * (first is not None))
+            kernel.run(r, k, v, decay, rate, keys, first, state, batch, states, out, own)
+        return out, own
 
     def ssd(
         self,
@@ -235,9 +285,9 @@ class StateOps:
     ) -> Tensor:
         """What recurrences take of a projection ``x [T, N]``: float32 ``[T, N]``.
 
-        ``factor * f(x + bias)``; f is the ``sigmoid`` or ``softplus``, within ``limits`` if they
-        are given. ``bias`` ``[N]``; ``factor`` ``[F]``: one for a run of N / F neighbours; both
-        float32. So the delta rule's decay is ``-exp(A_log) softplus(a + dt_bias)``, its beta
+        ``factor * f(x + bias)``; f is ``sigmoid``, ``softplus`` or ``tanh``, within ``limits`` if
+        they are given. ``bias`` ``[N]``; ``factor`` ``[F]``: one for a run of N / F neighbours;
+        both float32. So the delta rule's decay is ``-exp(A_log) softplus(a + dt_bias)``, its beta
         ``sigmoid(b)``, and Mamba-2's dt ``softplus(dt + dt_bias)`` within limits.
         """
         self._expect("rates x", x, None, None)

@@ -25,6 +25,16 @@ class LayerState:
 
 
 @dataclass(frozen=True, slots=True)
+class RwkvKeys:
+    """What an RWKV-7 makes of keys, float32 ``[heads, dim]`` each: see
+    :meth:`sdk.kernels.state_ops.StateOps.rwkv`."""
+
+    norm: Tensor
+    mix: Tensor
+    read: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StateBatch:
     """Which slots the R requests of a step use, next to :class:`~sdk.kernels.batch.AttentionBatch`.
 

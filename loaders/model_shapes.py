@@ -20,7 +20,7 @@ from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
 #: Names of recurrent mixers in a path.
-_MIXERS = (".conv.", ".linear_attn.", ".mamba.")
+_MIXERS = (".conv.", ".linear_attn.", ".mamba.", ".rwkv.", ".mlp.shift")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -197,12 +197,14 @@ def expected_shape(
         shape = (heads if gate.per_head else rows, hidden)
     else:
         shape = _llama_shape(sizes, stem, known.layer)
-    if stem.startswith("embed_") and shape is not None:
+    tokens_alone = known.embedding.projected == "tokens"
+    if shape is not None and (stem.startswith("embed_") or (tokens_alone and stem == "lm_head")):
         shape = (*shape[:-1], narrow)
     first, positions = known.embedding.positions, config.get("max_position_embeddings")
     if stem == "embed_positions" and first is not None and isinstance(positions, int):
         # With "after padding" the config counts the rows before position 0 too.
-        shape = (positions + (first if isinstance(first, int) else 0), narrow)
+        width = hidden if tokens_alone else narrow
+        shape = (positions + (first if isinstance(first, int) else 0), width)
     return shape[:1] if shape is not None and name.endswith(".bias") else shape
 
 

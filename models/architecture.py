@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.kernels.route_rule import SOFTMAX, RouteRule
 from sdk.models.architecture_names import GGUF_NAMES, MODEL_TYPES
 from sdk.models.dual_rules import DualRules
+from sdk.models.score_biases import Alibi, DistanceBuckets
 from sdk.models.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
@@ -56,26 +57,6 @@ class Biases(NamedTuple):
     mlp: bool = False
     head: bool = False
     down: bool = False
-
-
-class Alibi(NamedTuple):
-    """Attention with linear biases (Press et al. 2021, arXiv 2108.12409) in place of positions:
-    the slope of a head times the distance of a key, which is at most 0, is added to its score.
-
-    ``most``: the exponent of the steepest head's slope is ``most / heads``. ``scaled``: scores and
-    biases are multiplied by the scale of attention, not scores alone (Falcon).
-    """
-
-    most: float = 8.0
-    scaled: bool = False
-
-
-class DistanceBuckets(NamedTuple):
-    """Biases of attention scores by the distance of a key, in ``number`` buckets (T5): every head
-    has one for each. Keys more than ``farthest`` away are in the last one of their side."""
-
-    number: int
-    farthest: int
 
 
 class Blocks(NamedTuple):
@@ -128,6 +109,7 @@ class ConfigRules(NamedTuple):
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
     norm; ``None``: ``LayerRules.parallel_norms`` says it.
+    ``post_norm``: whether layers are post-norm; ``None``: ``LayerRules.post_norm`` says it.
     ``qk_norm``: whether queries and keys have the norms of ``LayerRules.qk_norm``; ``None``: the
     key ``use_qk_norm`` says it, and without it they have.
     ``names``: keys that a config of this model spells differently, ours to the file's.
@@ -177,6 +159,7 @@ class ConfigRules(NamedTuple):
     qk_norm: Callable[[Fields], bool] | None = None
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
+    post_norm: Callable[[Fields], bool] | None = None
     buckets: DistanceBuckets | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
     kinds: Mapping[str, Blocks] = NOTHING
@@ -278,7 +261,8 @@ class LayerRules(NamedTuple):
     ``norm_after_rotation``: the norms of heads come after the rotation.
     ``v_norm``: values have an RMSNorm without a weight over each head.
     ``output_gate``, ``experts_beside``: see :class:`OutputGate`, :class:`ExpertsBeside`.
-    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``).
+    ``parallel_norms``: the norms where blocks are parallel (``ConfigRules.parallel_blocks``);
+    ``post_norms``: those where layers are post-norm, if others than ``norms``.
     ``gated``: the MLP has a gate beside its first projection.
     ``post_norm``: the norm after a block is of the sum of its output and what it read, and the next
     block reads that norm alone (BERT). The norm before the MLP, if there is one, is of the sum of
@@ -293,6 +277,7 @@ class LayerRules(NamedTuple):
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
+    ``shifted_mlp``: the MLP reads the token before, too: see :class:`sdk.models.mlp.ShiftedMLP`.
     ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
     ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
@@ -311,6 +296,7 @@ class LayerRules(NamedTuple):
     v_norm: bool = False
     output_gate: OutputGate | None = None
     parallel_norms: Norms = ONE_NORM
+    post_norms: Norms | None = None
     gated: bool = True
     post_norm: bool = False
     first_norm: bool = True
@@ -320,12 +306,16 @@ class LayerRules(NamedTuple):
     experts_beside: ExpertsBeside | None = None
     scaled: bool = False
     block_scales: bool = False
+    shifted_mlp: bool = False
     sub_norms: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False
 
-    def norms_of(self, parallel: bool, blocks: Blocks = PLAIN) -> Norms:
-        """The norms of a layer whose blocks are parallel, or come one after the other."""
+    def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
+        """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:
+        which is post-norm."""
+        if post and self.post_norms is not None:
+            return self.post_norms
         if blocks.recurrent and self.recurrent_norms is not None:
             return self.recurrent_norms
         return self.parallel_norms if parallel else self.norms
@@ -386,14 +376,15 @@ class EmbeddingRules(NamedTuple):
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
     ``projected``: these tables may have another width than the layers, ``embedding_size``; then
-    ``model.embed_project`` comes after the norm.
+    ``model.embed_project`` comes after the norm. "tokens": that of tokens alone, and the head, has
+    it; then it comes before positions are added, and ``model.project_out`` before the head.
     """
 
     positions: int | Literal["after padding"] | None = None
     norm: bool = False
     types: bool = False
     unweighted_norm: bool = False
-    projected: bool = False
+    projected: bool | Literal["tokens"] = False
 
 
 class HeadRules(NamedTuple):

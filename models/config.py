@@ -18,12 +18,10 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.head_norms import QueryScale
 from sdk.kernels.mlp_activations import NUMBERS, Activation
 from sdk.models.architecture import (
-    Alibi,
     Architecture,
     Biases,
     Blocks,
     ConfigRules,
-    DistanceBuckets,
     EmbeddingRules,
     LayerCaches,
     architecture,
@@ -52,6 +50,7 @@ from sdk.models.expert_config import ExpertSpec, experts_of
 from sdk.models.latent_spec import LatentSpec
 from sdk.models.recurrent import RecurrentSpec
 from sdk.models.rope import RopeSpec
+from sdk.models.score_biases import Alibi, DistanceBuckets
 from sdk.models.sliding import chunked
 from sdk.models.vision.family import text_part, vision_of
 from sdk.quant.caches import AttentionCache, Cache, window_groups
@@ -79,7 +78,8 @@ class ModelConfig:
     ``query_scale``: of queries by their positions. ``post_norm_eps``: that of the norms after
     blocks, if it differs from ``norm_eps``.
     ``parallel_blocks``: attention and MLP of a layer read the same sum. ``one_norm``: whatever the
-    architecture says otherwise, they read one norm of it.
+    architecture says otherwise, they read one norm of it. ``post_norm``: layers are post-norm, see
+    :class:`sdk.models.architecture.LayerRules`.
     ``qk_norm``: queries and keys have the norms that the architecture has for them.
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
@@ -146,6 +146,7 @@ class ModelConfig:
     token_types: int = 0
     qkv_clip: float | None = None
     one_norm: bool = False
+    post_norm: bool = False
     buckets: DistanceBuckets | None = None
     down_bias: bool = False
     embedding_size: int | None = None
@@ -333,6 +334,7 @@ class ModelConfig:
             experts=experts,
             causal=causal,
             first_position=first,
+            post_norm=(rules.post_norm or (lambda _: own.layer.post_norm))(fields),
             token_types=_token_types(fields) if embedding.types else 0,
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
             latent=latent,

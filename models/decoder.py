@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.norm import Norm
+from sdk.kernels.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
-from sdk.models.mlp import MLP, MLPBesideExperts, has_experts, mlp_of
+from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
 from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.kv_pages import KVPages
     from sdk.kernels.rounding import Rounding, Rows
-    from sdk.kernels.states import LayerState
     from sdk.models.altup import StreamLayer, Streams
     from sdk.models.config import ModelConfig
     from sdk.models.embedding import Embedding
@@ -98,9 +98,9 @@ class Layer:
         self.ops = source.ops
         c = source.config
         self.multiplier = c.residual_scale
-        self.parallel, self.post_norm = c.parallel_blocks, rules.post_norm
+        self.parallel, self.post_norm = c.parallel_blocks, c.post_norm
         blocks = c.blocks_of(index)
-        names = rules.norms_of(self.parallel, blocks)
+        names = rules.norms_of(self.parallel, blocks, post=self.post_norm)
         if self.parallel and c.one_norm:
             names = names._replace(before_mlp=None)
         if not index and not rules.first_norm:
@@ -134,7 +134,7 @@ class Layer:
             self.mixers.append(c.recurrent.mixer(source, where, reduce=each))
         if blocks.linear:
             self.mixers.append(TokenLinear(source, f"{path}.self_attn.linear_attn"))
-        self.mlp: MLP | ExpertMLP | MLPBesideExperts | None = None
+        self.mlp: MLP | ExpertMLP | MLPBesideExperts | ShiftedMLP | None = None
         if blocks.mlp:
             self.mlp = mlp_of(source, path, index, rules, reduce=each)
         #: The embedding of each token for this layer, and the number that multiplies its result.
@@ -160,12 +160,18 @@ class Layer:
             self.factor = float(source.vector(f"{path}.layer_scalar", 1)[0])
 
     def __call__(
-        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        step: Step,
+        caches: Sequence[Memory],
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``(delta, residual) -> (delta, residual)``; may modify both in place. The first layer has
-        no residual, and none has with ``LayerRules.post_norm``. ``caches``: one for each mixer."""
+        no residual, and none has in a post-norm model, which may write its result into ``out``.
+        ``caches``: one for each mixer."""
         if self.post_norm:
-            return self._run_post_norm(delta, step, caches), None
+            return self._run_post_norm(delta, step, caches, out), None
         if self.parallel:
             return self._run_parallel(delta, residual, step, caches)
         if self.mixers:
@@ -173,7 +179,7 @@ class Layer:
             x = self._mix(x, step, caches)
             # No name is left for what went into the norm: the plan does not count it.
             delta = x = self._output(x, self.after_attention, self.attention_scale)
-        delta, residual = self._feed_forward(delta, residual)
+        delta, residual = self._feed_forward(delta, residual, step, caches)
         if self.input is not None:
             residual = delta if residual is None else self.ops.add(residual, delta)
             delta = self.input(residual, step)
@@ -197,7 +203,7 @@ class Layer:
         """The second part, for some rows, when the pages have the keys and values of all rows."""
         x = self._attention.attended(q, None, step, pages)
         delta = self._output(x, self.after_attention, self.attention_scale)
-        delta, after = self._feed_forward(delta, residual)
+        delta, after = self._feed_forward(delta, residual, step, [pages])
         assert after is not None
         return delta, after
 
@@ -208,13 +214,19 @@ class Layer:
         assert isinstance(found, Attention)
         return found
 
-    def _feed_forward(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _feed_forward(
+        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
+    ) -> tuple[Tensor, Tensor | None]:
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
             if self.ahead is not None:
                 self.ahead[1].expect(self.ops.norm(residual, self.ahead[0]))
             if isinstance(self.mlp, MLPBesideExperts):
                 x = self.mlp(x, residual)
+            elif isinstance(self.mlp, ShiftedMLP):
+                [state] = caches
+                assert isinstance(state, LayerState)
+                x = self.mlp(x, step, state)
             else:
                 x = self.mlp(x)
             delta = self._output(x, self.after_mlp, self.mlp_scale)
@@ -239,7 +251,7 @@ class Layer:
     def _run_parallel(
         self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
-        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
+        assert isinstance(self.mlp, (MLP, ExpertMLP))
         rounding = self._rounding
         one_norm = self.before_mlp is None
         if one_norm and self.mlp.rounding != rounding:
@@ -250,16 +262,18 @@ class Layer:
         delta = self.ops.add(delta, self._output(self.mlp(y), self.after_mlp))
         return delta if self.group is None else self.ops.all_reduce(delta, self.group), residual
 
-    def _run_post_norm(self, x: Tensor, step: Step, caches: Sequence[Memory]) -> Tensor:
+    def _run_post_norm(
+        self, x: Tensor, step: Step, caches: Sequence[Memory], out: Tensor | None
+    ) -> Tensor:
         assert self.after_attention is not None and self.after_mlp is not None
-        assert self.mlp is not None and not isinstance(self.mlp, MLPBesideExperts)
+        assert isinstance(self.mlp, (MLP, ExpertMLP))
         again = None
         if self.before_mlp is not None:
             again = self.ops.add(self.ops.zeros(*x.shape), x)
         x, _ = self.ops.add_norm(self._mix(x, step, caches), x, self.after_attention, wide=True)
         if self.before_mlp is not None:
             x, _ = self.ops.add_norm(x, again, self.before_mlp, wide=True)
-        x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True)
+        x, _ = self.ops.add_norm(self.mlp(x), x, self.after_mlp, wide=True, out=out)
         return x
 
     def _input(
@@ -374,9 +388,7 @@ class Decoder:
             from sdk.models.layer_inputs import LayerInputs
 
             self.inputs = LayerInputs(source)
-        self.projection: Projection | None = None
-        if mesh.is_first and c.embedding_size is not None:
-            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
+        self._pull_projections(source)
         self.head: Head | None = None
         if mesh.is_last and c.causal:
             self.head = source.head(self.embedding)
@@ -394,7 +406,7 @@ class Decoder:
             self.layers = self.several.layers
         self._caches = _places_of_caches(c, self.numbers)
         self.norm: Norm | None = None
-        if mesh.is_last and not self._rules.post_norm:
+        if mesh.is_last and not c.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
         self.axes = self._axes()
@@ -410,6 +422,21 @@ class Decoder:
         self.streamed: Sequence[int] = ()
         #: The residual streams that enter those layers in the last step, float32 ``[T, hidden]``.
         self.streams: list[Tensor] = []
+
+    def _pull_projections(self, source: Source) -> None:
+        """From the width of embeddings to that of layers, and back before the head."""
+        c, mesh = self.config, source.mesh
+        #: Whether embeddings of tokens alone are projected.
+        self._tokens_projected = embedding_rules(c).projected == "tokens"
+        self.projection: Projection | None = None
+        self.projection_out: Projection | None = None
+        if c.embedding_size is None:
+            return
+        if mesh.is_first:
+            self.projection = source.matrix("model.embed_project", c.hidden_size, c.embedding_size)
+        if mesh.is_last and self._tokens_projected:
+            path = "model.project_out"
+            self.projection_out = source.matrix(path, c.embedding_size, c.hidden_size)
 
     def _axes(self) -> Tensor | None:
         """By which axis of positions each rotary frequency turns, int32; ``None``: there is one.
@@ -450,7 +477,7 @@ class Decoder:
         residual: Tensor | None = None
         angles = [self._angles(rope, batch) for rope in self.ropes]
         own = None if self.inputs is None else self.inputs(inputs, delta)
-        step = Step(batch, angles, self.biases, own)
+        step = Step(batch, angles, self.biases, own, [])
         self.streams = []
         if self.several is not None:
             assert self.norm is not None and not self.streamed
@@ -463,18 +490,17 @@ class Decoder:
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 assert isinstance(layer, Layer)
-                delta, residual = layer(delta, residual, step, [kv[one] for one in places])
+                to = out if i == self.numbers[-1] else None
+                delta, residual = layer(delta, residual, step, [kv[one] for one in places], to)
             if i + 1 < self._features and batch.image_rows is not None:
                 assert residual is not None
                 self._place(residual, batch.image_rows, i + 1, add=True)
-        if self._rules.post_norm:
-            assert out is None and self._mesh.is_last
-            return delta
-        if self.norm is None:
-            assert residual is not None and self._mesh.downstream is not None
-            stream = self.ops.add(residual, delta)
+        if self._mesh.downstream is not None:
+            stream = delta if residual is None else self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
             return stream
+        if self.norm is None:
+            return delta
         hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
 
@@ -492,7 +518,9 @@ class Decoder:
             x = self.ops.add(self.types.rows(batch.token_types), x)
         if self.embedding_norm is not None:
             x = self.ops.norm(x, self.embedding_norm)
-        return x if self.projection is None else self.projection(x)
+        if self.projection is None or self._tokens_projected:
+            return x
+        return self.projection(x)
 
     def _angles(self, rope: Rope, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Those of a rotary embedding."""
@@ -517,10 +545,15 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`CausalLM`."""
         assert self.embedding is not None
-        return self.embedding(token_ids)
+        x = self.embedding(token_ids)
+        if self.projection is None or not self._tokens_projected:
+            return x
+        return self.projection(x)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`CausalLM`. ``out``: where to write them, if no other rank has a part of the
         vocabulary."""
         assert self.head is not None
+        if self.projection_out is not None:
+            hidden = self.projection_out(hidden)
         return self.head(hidden, out)

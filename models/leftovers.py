@@ -32,6 +32,7 @@ _HARMLESS = (
             r"|attn\.bias|attention\.bias|relative_pe\.slopes)$"
         ),
     ),
+    ("of a first layer, which has no values before", re.compile(r"^blk\.0\.time_mix_v[012]\.")),
     ("of an indexer, which chooses all tokens of a context so short", re.compile(r"\.indexer\.")),
     ("of multi-token prediction", re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")),
     (

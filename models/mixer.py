@@ -95,6 +95,19 @@ def rows_of(values: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([values[start : start + count] for start, count in ranges])
 
 
+def shift_weight(source: Source, values: Tensor, number: int, hidden: int, path: str) -> Tensor:
+    """The taps of convolutions that make ``x + mu (x' - x)`` of x and the token before:
+    ``[number, hidden, 2]``."""
+    from sdk.kernels.lazy_torch import torch
+
+    if values.numel() != number * hidden:
+        raise CheckpointError(
+            f"{path}: expected {number} times {hidden} numbers, found shape {list(values.shape)}"
+        )
+    values = values.reshape(number, hidden)
+    return torch.stack([values, 1 - values], dim=2).contiguous().to(source.ops.device)
+
+
 def decay_rates(source: Source, path: str, *shape: int) -> Tensor:
     """The rate at which each head, or each number of a channel's state, forgets, below 0: float32
     ``shape``. Folders hold its logarithm; llama.cpp's converter has computed it."""

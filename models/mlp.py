@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.norm import Norm
 from sdk.models.architecture import ExpertsBeside, LayerRules
+from sdk.models.mixer import shift_weight
 from sdk.models.moe import ExpertMLP
 from sdk.models.rank_norms import SubNorm
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sdk.kernels.rounding import Rounding, Rows
+    from sdk.kernels.states import LayerState
+    from sdk.models.attention import Step
     from sdk.models.config import ModelConfig
     from sdk.models.projections import Projection
     from sdk.models.source import Source
@@ -90,6 +92,27 @@ class MLP:
         return self.ops.scale(y, 1 / self.slope)
 
 
+class ShiftedMLP:
+    """An MLP without a gate, whose input is mixed with that of the token before."""
+
+    def __init__(self, source: Source, path: str, width: int, *, reduce: bool) -> None:
+        self.ops = source.ops
+        values, hidden = source.plain(f"{path}.shift"), source.config.hidden_size
+        self.shift = shift_weight(source, values, 1, hidden, f"{path}.shift")[0]
+        self.mlp = MLP(source, path, width, gated=False, reduce=reduce)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See :class:`sdk.models.projections.Projection`: tokens are mixed first."""
+        return None
+
+    def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
+        assert isinstance(x, Tensor)
+        state = cache["mlp_shift"]
+        mixed = self.ops.states.causal_conv(x, self.shift, None, state, step.batch)
+        return self.mlp(mixed)
+
+
 class MLPBesideExperts:
     """See :class:`sdk.models.architecture.ExpertsBeside`."""
 
@@ -141,13 +164,15 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 def mlp_of(
     source: Source, path: str, index: int, rules: LayerRules, *, reduce: bool
-) -> MLP | ExpertMLP | MLPBesideExperts:
+) -> MLP | ExpertMLP | MLPBesideExperts | ShiftedMLP:
     """The MLP of layer ``index``, its experts, or both. ``reduce``: see :class:`MLP`."""
     c = source.config
     if has_experts(c, index):
         if rules.experts_beside is not None:
             return MLPBesideExperts(source, path, index, rules, rules.experts_beside)
         return _experts(source, f"{path}.mlp", index, rules)
+    if rules.shifted_mlp:
+        return ShiftedMLP(source, f"{path}.mlp", c.width_of(index), reduce=reduce)
     return MLP(
         source,
         f"{path}.{rules.dense}",

@@ -77,6 +77,18 @@ _EXPERTS = _decoder(
     "with a mixture of experts of its own",
     "its router or its experts are combined in a way that the experts here are not",
 )
+_GROK = Refusal(
+    "a mixture of experts of 270 to 314 billion parameters (Grok)",
+    "its router has a soft cap, which llama.cpp's code leaves out, and no implementation is known "
+    "here that its results can be compared with",
+    _SIMILAR,
+)
+_ARCTIC = Refusal(
+    "a mixture of 480 billion parameters (Snowflake Arctic)",
+    "its experts read what enters a layer, beside attention and an MLP; experts here read what "
+    "attention has been added to",
+    _SIMILAR,
+)
 _PHI_MOE = Refusal(
     "a decoder with a sparse mixer of experts (Phi-3.5-MoE)",
     "a GGUF file of it lacks the factor of its long rotation, and llama.cpp computes other norms "
@@ -163,13 +175,13 @@ REFUSED = (
     RefusedModels(
         _RECURRENT,
         gguf=(
-            *("arwkv7", "bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
-            *("minimax-01", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
+            *("bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
+            *("minimax-01", "rwkv6", "rwkv6qwen2"),
         ),
         types=(
             *("bailing_hybrid", "bailing_moe_v2_5", "glm5_next_text"),
-            *("kimi_linear", "lara_mini", "minimax", "minimax_text_01", "plamo2"),
-            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv7", "rwkv_hybrid", "xlstm", "zamba"),
+            *("kimi_linear", "lara_mini", "minimax", "minimax_text_01"),
+            *("recurrent_gemma", "rwkv", "rwkv6", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
         ),
     ),
@@ -197,9 +209,11 @@ REFUSED = (
     RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
     RefusedModels(
         _EXPERTS,
-        gguf=("arctic", "grok", "grovemoe", "smallthinker"),
-        types=("arctic", "grok", "grok-1", "grove_moe", "smallthinker"),
+        gguf=("grovemoe", "smallthinker"),
+        types=("grove_moe", "smallthinker"),
     ),
+    RefusedModels(_GROK, gguf=("grok",), types=("grok", "grok-1")),
+    RefusedModels(_ARCTIC, gguf=("arctic",), types=("arctic",)),
     RefusedModels(_PHI_MOE, gguf=("phimoe",)),
     RefusedModels(_SWITCHED, gguf=("graniteswitch",), types=("granite_switch",)),
     RefusedModels(

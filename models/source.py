@@ -441,8 +441,9 @@ class Source:
             weight = self._by_token("lm_head")
         else:
             weight = embedding.weight if embedding else self._by_token("model.embed_tokens")
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        part = Part("lm_head", shape, 0, (self._tokens,), (0, self.config.hidden_size))
+        width = self.config.embedding_width
+        shape = (self.config.vocab_size, width)
+        part = Part("lm_head", shape, 0, (self._tokens,), (0, width))
         bias: Tensor | None = None
         if self.config.head_bias:
             start, count = self._tokens
@@ -461,13 +462,15 @@ class Source:
         """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
         ``width``: of one whose rows may stay in the file, if every token has one, and which may
         have more of them (Gemma 4's ``vocab_size_per_layer_input``); default: features of
-        embeddings."""
+        what is added to embeddings of tokens."""
 
         def pull() -> Matrix:
             if width is not None:
                 weight = self.pull(path, (first + rows, width), more_rows=True)
                 return Matrix(weight if self.config.layer_rows else by_row(weight), None)
-            weight = self.pull(path, (first + rows, self.config.embedding_width))
+            tokens_alone = self._rules.embedding.projected == "tokens"
+            size = self.config.hidden_size if tokens_alone else self.config.embedding_width
+            weight = self.pull(path, (first + rows, size))
             return Matrix(self._cut(path, weight, "out", first, rows), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight
@@ -481,8 +484,7 @@ class Source:
         """This rank's rows of a matrix with one row for each token."""
 
         def pull() -> Matrix:
-            width = self.config.hidden_size if path == "lm_head" else self.config.embedding_width
-            weight = self.pull(path, (self.config.vocab_size, width))
+            weight = self.pull(path, (self.config.vocab_size, self.config.embedding_width))
             return Matrix(self._cut(path, weight, "out", *self._tokens), None)
 
         return self.matrix_of(path, pull, ACCURATE).weight

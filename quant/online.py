@@ -29,9 +29,12 @@ _ROUTER = re.compile(
     r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate|gate\.wg|router\.(gate|layer))"
     r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."
 )
-#: What makes time steps, b and c of Mamba-1, which are few rows or columns, and its decays.
+#: What makes time steps, b and c of Mamba-1, which are few rows or columns, and its decays; what
+#: makes the rates of RWKV-7, and its vectors that files store as matrices.
 _OF_STEPS = re.compile(
     r"\.(mamba|mixer)\.((x|dt)_proj(\.weight)?|A_log)$|\.ssm_((x|dt)\.weight|a)$"
+    r"|\.attn\.([wavg]_lora\.lora\.[02](\.weight)?|x_x|r_k)$"
+    r"|\.rwkv\.([wavg]_(in|out)(\.weight)?|shift|key_read)$|\.time_mix_[wavg][12]\."
 )
 #: Model types whose files store matrices as [in, out].
 _TURNED = ("openai-gpt",)
@@ -74,8 +77,8 @@ def is_router(name: str) -> bool:
 
 
 def stays_float(name: str) -> bool:
-    """Whether a matrix of a layer stays in float: a router, or what makes Mamba-1's time steps, as
-    in published files."""
+    """Whether a matrix of a layer stays in float: a router, or what makes Mamba-1's time steps or
+    RWKV-7's rates, as in published files."""
     return is_router(name) or _OF_STEPS.search(name) is not None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Ops
-from sdk.kernels.states import StateBatch
+from sdk.kernels.states import RwkvKeys, StateBatch
 
 Tensors = dict[str, Tensor]
 SLOTS = 12
@@ -146,6 +146,51 @@ def delta(
     return Operator(name, (heads, key_dim, value_dim), inputs, run)
 
 
+def several(width: int = 40, taps: int = 2, number: int = 3) -> Operator:
+    """Convolutions of the same inputs: their results side by side."""
+    random = torch.Generator().manual_seed(8)
+    weight = torch.randn(number, width, taps, generator=random)
+    bias = torch.randn(number, width, generator=random)
+
+    def inputs(tokens: int, seed: int) -> Tensors:
+        return {"x": torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))}
+
+    def run(ops: Ops, given: Tensors, state: Tensor, batch: AttentionBatch) -> Tensor:
+        found = ops.states.causal_conv(given["x"], weight, bias, state, batch)
+        return found.transpose(0, 1)
+
+    return Operator(f"conv{taps}-several", (taps - 1, width), inputs, run)
+
+
+def rwkv_keys(heads: int, dim: int) -> RwkvKeys:
+    random = torch.Generator().manual_seed(9)
+    return RwkvKeys(*torch.randn(3, heads, dim, generator=random))
+
+
+def rwkv(heads: int = 3, dim: int = 40, *, first: bool = False) -> Operator:
+    """``first``: values move towards others. Its two results are added."""
+    width, keys = heads * dim, rwkv_keys(heads, dim)
+
+    def inputs(tokens: int, seed: int) -> Tensors:
+        random = torch.Generator().manual_seed(seed)
+        shape = (tokens, heads, dim)
+        return {
+            "rkv": torch.randn(tokens, 4 * width, generator=random),
+            "decay": -0.6 * torch.rand(shape, generator=random),
+            "rate": torch.rand(shape, generator=random),
+            "mix": torch.rand(shape, generator=random),
+        }
+
+    def run(ops: Ops, given: Tensors, state: Tensor, batch: AttentionBatch) -> Tensor:
+        r, k, v, earlier = (x.unflatten(1, (heads, dim)) for x in given["rkv"].split(width, 1))
+        decay, rate, mix = (given[name] for name in ("decay", "rate", "mix"))
+        moved = (earlier, mix) if first else None
+        out, own = ops.states.rwkv(r, k, v, decay, rate, keys, state, batch, first=moved)
+        return ops.add(out, own)
+
+    return Operator(f"rwkv{dim}{'-first' * first}", (heads, dim, dim), inputs, run)
+
+
 def space(
     heads: int = 6, width: int = 20, groups: int = 2, size: int = 40, *, skip: bool = True
 ) -> Operator:
@@ -202,6 +247,10 @@ OPERATORS = [
     delta(1, 3, 16, 21, rows=True),
     delta(2, 4, 128, 128, tiled=True),
     delta(3, 3, 7, 5, eps=None),
+    several(),
+    rwkv(),
+    rwkv(2, 64, first=True),
+    rwkv(3, 7),
     space(),
     space(4, 64, 1, 128, skip=False),
     space(3, 5, 3, 7),
@@ -229,6 +278,30 @@ def exact_delta(
             s *= decay[t, head].exp().unsqueeze(-1) if decay.dim() == 3 else decay[t, head].exp()
             s += torch.outer(key, beta[t, head] * (v[t, head] - key @ s))
             out[t, head] = scale * (query @ s)
+    return out, states
+
+
+def exact_rwkv(given: Tensors, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Both results, added, and the last state: the formulas of the paper (arXiv 2503.14456, section
+    4), whose state is the transpose of ours."""
+    width = heads * dim
+    r, k, v, earlier = (x.double().unflatten(1, (heads, dim)) for x in given["rkv"].split(width, 1))
+    w, a, mix = (given[name].double() for name in ("decay", "rate", "mix"))
+    keys = rwkv_keys(heads, dim)
+    removal, replace, bonus = (x.double() for x in (keys.norm, keys.mix, keys.read))
+    out, states = torch.empty_like(v), torch.zeros(heads, dim, dim, dtype=torch.float64)
+    for head in range(heads):
+        wkv = torch.zeros(dim, dim, dtype=torch.float64)  # [values, keys]
+        for t in range(len(v)):
+            kappa = k[t, head] * removal[head]
+            kappa = kappa / kappa.norm()
+            value = torch.lerp(v[t, head], earlier[t, head], mix[t, head])
+            key = k[t, head] * torch.lerp(torch.ones(dim).double(), a[t, head], replace[head])
+            change = torch.diag(w[t, head].exp()) - torch.outer(kappa, a[t, head] * kappa)
+            wkv = wkv @ change + torch.outer(value, key)
+            own = (r[t, head] * bonus[head] * key).sum() * value
+            out[t, head] = wkv @ r[t, head] + own
+        states[head] = wkv.t()
     return out, states
 
 

@@ -163,6 +163,7 @@ class CpuBackend:
             GatedDelta,
             GatedNorm,
             Rates,
+            Rwkv,
             StateSpace,
         )
         from sdk.kernels.cpu.stored_rows import ReadRows
@@ -186,6 +187,7 @@ class CpuBackend:
             "stored_rows": (ReadRows(runtime),),
             "causal_conv": (CausalConv(runtime),),
             "gated_delta": (GatedDelta(runtime),),
+            "rwkv": (Rwkv(runtime),),
             "ssd": (StateSpace(runtime),),
             "selective_scan": (StateSpace(runtime, by_row=True),),
             "rates": (Rates(runtime),),

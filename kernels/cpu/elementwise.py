@@ -32,7 +32,7 @@ _KINDS = {
     "xielu": 6,
 }
 #: With the numbers of native/abi.hpp.
-GATE_KINDS = {"sigmoid": 0, "softplus": 1, "silu": 2, "linear": 3}
+GATE_KINDS = {"sigmoid": 0, "softplus": 1, "silu": 2, "linear": 3, "tanh": 4}
 #: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
 

@@ -28,7 +28,7 @@ from zipimport import zipimporter
 from sdk.kernels.cpu.library_file import foreign
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 45
+ABI_VERSION = 46
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
@@ -408,9 +408,9 @@ class ConvArgs(Structure):
         *((name, c_void_p) for name in ("x", "weight", "bias", "before", "after", "out")),
         *(
             (name, c_int64)
-            for name in ("x_token", "before_token", "after_token", "width", "chunks")
+            for name in ("x_token", "before_token", "after_token", "out_step", "width", "chunks")
         ),
-        *((name, c_int32) for name in ("taps", "silu")),
+        *((name, c_int32) for name in ("taps", "silu", "several")),
     ]
 
 
@@ -429,6 +429,12 @@ class DeltaArgs(Structure):
         ),
         *((name, c_int32) for name in ("normalized", "splits")),
         *((name, c_float) for name in ("eps", "scale")),
+        *(
+            (name, c_void_p)
+            for name in ("rate", "first", "mix", "key_norm", "key_mix", "key_read", "own")
+        ),
+        *((name, c_int64) for name in ("rate_token", "rate_head", "first_token", "first_head")),
+        *((name, c_int64) for name in ("mix_token", "mix_head")),
     ]
 
 

@@ -18,7 +18,7 @@ from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.norm import Norm
-from sdk.kernels.states import StateBatch
+from sdk.kernels.states import RwkvKeys, StateBatch
 
 #: With the numbers of native/abi.hpp.
 NORM_GATES = {"silu": 0, "sigmoid": 1}
@@ -59,9 +59,11 @@ class CausalConv:
             x.stride(0),
             0 if before is None else before.stride(0),
             0 if after is None else after.stride(0),
+            out.stride(0) if weight.dim() == 3 else 0,
             x.shape[1],
-            taps=weight.shape[1],
+            taps=weight.shape[-1],
             silu=activation == "silu",
+            several=len(weight) if weight.dim() == 3 else 1,
         )
         self._runtime.run(OpKind.CONV, args, batch.num_requests, "causal_conv")
 
@@ -105,6 +107,62 @@ class GatedDelta:
             scale=scale,
         )
         self._runtime.run(OpKind.DELTA, args, batch.num_requests, "gated_delta")
+
+
+class Rwkv:
+    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`; natively a delta rule with more."""
+
+    name = "cpu.rwkv"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        r: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        keys: RwkvKeys,
+        first: tuple[Tensor, Tensor] | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+        own: Tensor,
+    ) -> None:
+        heads, dim = state.shape[1:3]
+        args = DeltaArgs(
+            _rows(state, batch, states),
+            *(x.data_ptr() for x in (r, k, v, decay)),
+            None,
+            out.data_ptr(),
+            *(x.stride(d) for x in (r, k, v, decay) for d in (0, 1)),
+            0,
+            0,
+            heads,
+            heads,
+            dim,
+            dim,
+            by_row=True,
+            rate=rate.data_ptr(),
+            key_norm=_whole(keys.norm, "rwkv norm of keys"),
+            key_mix=_whole(keys.mix, "rwkv mix of keys"),
+            key_read=_whole(keys.read, "rwkv read of keys"),
+            own=own.data_ptr(),
+            rate_token=rate.stride(0),
+            rate_head=rate.stride(1),
+        )
+        if first is not None:
+            args.first, args.mix = (x.data_ptr() for x in first)
+            args.first_token, args.first_head, args.mix_token, args.mix_head = (
+                x.stride(d) for x in first for d in (0, 1)
+            )
+        self._runtime.run(OpKind.DELTA, args, batch.num_requests, "rwkv")
 
 
 class StateSpace:

@@ -17,14 +17,13 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.norm import Norm
-from sdk.kernels.states import StateBatch
+from sdk.kernels.gpu.rates import GatedNorm, Rates
+from sdk.kernels.states import RwkvKeys, StateBatch
 
 #: Tokens and channels of a program of a convolution.
 CONV_TOKENS, CONV_CHANNELS = 32, 256
 #: Numbers of a state that a program of 128 threads keeps: 32 registers of each.
 STATE_NUMBERS = 4096
-_COLUMNS = 1024
 
 
 @triton.jit
@@ -59,9 +58,9 @@ def _conv_input(
 def conv_kernel(
     x, weight, bias, before, after, out, state,
     query_start, initial, save_start, save_token, save_slot,
-    x_stride, before_stride, after_stride, weight_stride, slot_stride,
+    x_stride, before_stride, after_stride, weight_stride, slot_stride, out_step,
     WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, blocks of tokens, blocks of channels). ROWS: TAPS - 1 or more, a power of 2.
 
@@ -94,22 +93,24 @@ def conv_kernel(
                     )  # fmt: skip
                     tl.store(state + to + j * WIDTH + column, value, mask=mask)
         for t in range(begin, tl.minimum(end, begin + TOKENS)):
-            total = tl.zeros((BLOCK,), tl.float32)
-            if bias is not None:
-                total += tl.load(bias + column, mask=mask, other=0.0)
-            for j in tl.static_range(TAPS):
-                value = _conv_input(
-                    x, before, x_stride, before_stride, t - KEPT + j, column, mask, first, tail,
-                    KEPT,
-                )  # fmt: skip
-                tap = tl.load(weight + column * weight_stride + j, mask=mask, other=0.0)
-                total += tap * value
-            if SILU:
-                total = total * tl.sigmoid(total)
-            if after is not None:
-                factor = tl.load(after + t * after_stride + column, mask=mask, other=0.0)
-                total *= factor.to(tl.float32)
-            tl.store(out + t * WIDTH + column, total, mask=mask)
+            for several in tl.static_range(SEVERAL):
+                row_of = several * WIDTH + column
+                total = tl.zeros((BLOCK,), tl.float32)
+                if bias is not None:
+                    total += tl.load(bias + row_of, mask=mask, other=0.0)
+                for j in tl.static_range(TAPS):
+                    value = _conv_input(
+                        x, before, x_stride, before_stride, t - KEPT + j, column, mask, first, tail,
+                        KEPT,
+                    )  # fmt: skip
+                    tap = tl.load(weight + row_of * weight_stride + j, mask=mask, other=0.0)
+                    total += tap * value
+                if SILU:
+                    total = total * tl.sigmoid(total)
+                if after is not None:
+                    factor = tl.load(after + t * after_stride + column, mask=mask, other=0.0)
+                    total *= factor.to(tl.float32)
+                tl.store(out + several * out_step + t * WIDTH + column, total, mask=mask)
 
 
 @triton.jit
@@ -159,6 +160,58 @@ def delta_kernel(
             s += key[:, None] * change[None, :]
             y = tl.sum(s * query[:, None], 0) * scale
             tl.store(out + (t * HEADS + head) * WIDTH + column, y, mask=mask)
+            save = _save(place, s, both, slot_stride, save_token, save_slot, save, last, t)
+            t += 1
+
+
+@triton.jit
+def rwkv_kernel(
+    r, k, v, decay, rate, key_norm, key_mix, key_read, earlier, mix, out, own, state,
+    query_start, initial, save_start, save_token, save_slot,
+    r_token, r_head, k_token, k_head, v_token, v_head, decay_token, decay_head, rate_token,
+    rate_head, earlier_token, earlier_head, mix_token, mix_head, slot_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, heads, blocks of columns). ROWS: DIM or more, a power of 2."""
+    after_earlier()
+    request, head = tl.program_id(0), tl.program_id(1)
+    t = tl.load(query_start + request).to(tl.int64)
+    end = tl.load(query_start + request + 1).to(tl.int64)
+    if t < end:
+        row = tl.arange(0, ROWS)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        real, mask = row < DIM, column < DIM
+        both = real[:, None] & mask[None, :]
+        place = state + head.to(tl.int64) * DIM * DIM + row[:, None] * DIM + column[None, :]
+        slot = tl.load(initial + request).to(tl.int64)
+        s = tl.load(place + slot * slot_stride, mask=both & (slot >= 0), other=0.0)
+        tl.debug_barrier()  # a state may replace the one that was read
+        save, last = tl.load(save_start + request), tl.load(save_start + request + 1)
+        of_norm = tl.load(key_norm + head * DIM + row, mask=real, other=0.0)
+        of_mix = tl.load(key_mix + head * DIM + row, mask=real, other=0.0)
+        of_read = tl.load(key_read + head * DIM + row, mask=real, other=0.0)
+        while t < end:
+            given = tl.load(k + t * k_token + head * k_head + row, mask=real, other=0.0)
+            query = tl.load(r + t * r_token + head * r_head + row, mask=real, other=0.0)
+            given, query = given.to(tl.float32), query.to(tl.float32)
+            learns = tl.load(rate + t * rate_token + head * rate_head + row, mask=real, other=0.0)
+            keeps = tl.load(decay + t * decay_token + head * decay_head + row, mask=real, other=0.0)
+            unit = given * of_norm
+            size = tl.sqrt(tl.sum(unit * unit, 0))
+            unit /= tl.where(size < 1e-12, 1e-12, size)
+            key = given + given * (learns - 1.0) * of_mix
+            value = tl.load(v + t * v_token + head * v_head + column, mask=mask, other=0.0)
+            value = value.to(tl.float32)
+            if earlier is not None:
+                at = earlier + t * earlier_token + head * earlier_head + column
+                far = tl.load(mix + t * mix_token + head * mix_head + column, mask=mask, other=0.0)
+                value += (tl.load(at, mask=mask, other=0.0).to(tl.float32) - value) * far
+            seen = tl.sum(s * unit[:, None], 0)
+            s = s * tl.exp(keeps)[:, None] - (unit * learns)[:, None] * seen[None, :]
+            s += key[:, None] * value[None, :]
+            at = (t * HEADS + head) * DIM + column
+            tl.store(out + at, tl.sum(s * query[:, None], 0), mask=mask)
+            tl.store(own + at, tl.sum(query * of_read * key, 0) * value, mask=mask)
             save = _save(place, s, both, slot_stride, save_token, save_slot, save, last, t)
             t += 1
 
@@ -242,68 +295,6 @@ def scan_kernel(
             t += 1
 
 
-@triton.jit
-def rates_kernel(
-    x, bias, factor, out, x_stride, low, high,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, blocks of columns)."""
-    after_earlier()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        values += tl.load(bias + column, mask=mask, other=0.0)
-    if SOFTPLUS:
-        below = tl.exp(-tl.abs(values))
-        # log1p, which Triton does not have: exact where 1 + below has lost digits of it
-        total = 1.0 + below
-        lost = below / tl.where(total == 1.0, 1.0, total - 1.0)
-        rest = tl.where(total == 1.0, below, tl.log(total) * lost)
-        values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
-    else:
-        values = tl.sigmoid(values)
-    if LIMITED:  # a NaN stays NaN
-        values = tl.where(values < low, low, tl.where(values > high, high, values))
-    if factor is not None:
-        values *= tl.load(factor + column // RUN, mask=mask, other=0.0)
-    tl.store(out + row * WIDTH + column, values, mask=mask)
-
-
-@triton.jit
-def gated_norm_kernel(
-    x, gate, weight, out, x_token, x_head, gate_token, gate_head, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
-    FIRST: tl.constexpr, BY_HEAD: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows of heads)."""
-    after_earlier()
-    row = tl.program_id(0).to(tl.int64)
-    token, head = row // HEADS, row % HEADS
-    column = tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    values = tl.load(x + token * x_token + head * x_head + column, mask=mask, other=0.0)
-    factor = tl.load(gate + token * gate_token + head * gate_head + column, mask=mask, other=0.0)
-    values, factor = values.to(tl.float32), factor.to(tl.float32)
-    if SILU:
-        factor = factor * tl.sigmoid(factor)
-    else:
-        factor = tl.sigmoid(factor)
-    if FIRST:
-        values *= factor
-    values *= tl.rsqrt(tl.sum(tl.where(mask, values * values, 0.0), 0) / WIDTH + eps)
-    if weight is not None:
-        if BY_HEAD:
-            values *= tl.load(weight + head * WIDTH + column, mask=mask, other=0.0)
-        else:
-            values *= tl.load(weight + column, mask=mask, other=0.0)
-    if not FIRST:
-        values *= factor
-    tl.store(out + row * WIDTH + column, values, mask=mask)
-
-
 def _index(batch: AttentionBatch, states: StateBatch) -> tuple[Tensor, ...]:
     return (
         batch.query_start,
@@ -339,7 +330,7 @@ class CausalConv:
         bias = None if bias is None else bias.contiguous()
         index = _index(batch, states)
         expect_on_device("causal_conv", x, weight, bias, before, after, out, state, *index)
-        width, taps = weight.shape
+        width, taps = weight.shape[-2:]
         chunks = triton.cdiv(batch.max_query_len, CONV_TOKENS)
         run_kernel(
             conv_kernel,
@@ -355,14 +346,16 @@ class CausalConv:
             x.stride(0),
             0 if before is None else before.stride(0),
             0 if after is None else after.stride(0),
-            weight.stride(0),
+            weight.stride(-2),
             state.stride(0),
+            out.stride(0) if weight.dim() == 3 else 0,
             WIDTH=width,
             TAPS=taps,
             ROWS=triton.next_power_of_2(taps - 1),
             SILU=activation == "silu",
             TOKENS=CONV_TOKENS,
             BLOCK=CONV_CHANNELS,
+            SEVERAL=len(weight) if weight.dim() == 3 else 1,
         )
 
 
@@ -414,6 +407,56 @@ class GatedDelta:
             TILED=tiled,
             BY_ROW=decay.dim() == 3,
             NORMALIZED=eps is not None,
+        )
+
+
+class Rwkv:
+    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`."""
+
+    name = "gpu.rwkv"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        r: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        keys: RwkvKeys,
+        first: tuple[Tensor, Tensor] | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+        own: Tensor,
+    ) -> None:
+        given, index = (r, k, v, decay, rate), _index(batch, states)
+        of_keys = [x.contiguous() for x in (keys.norm, keys.mix, keys.read)]
+        moved = (None, None) if first is None else first
+        expect_on_device("rwkv", *given, *of_keys, *moved, out, own, state, *index)
+        heads, dim = state.shape[1:3]
+        rows = triton.next_power_of_2(dim)
+        columns = min(max(STATE_NUMBERS // rows, 1), rows)
+        run_kernel(
+            rwkv_kernel,
+            (batch.num_requests, heads, triton.cdiv(dim, columns)),
+            *given,
+            *of_keys,
+            *moved,
+            out,
+            own,
+            state,
+            *index,
+            *(x.stride(axis) for x in given for axis in (0, 1)),
+            *(0 if x is None else x.stride(axis) for x in moved for axis in (0, 1)),
+            state.stride(0),
+            HEADS=heads,
+            DIM=dim,
+            ROWS=rows,
+            COLUMNS=columns,
         )
 
 
@@ -515,83 +558,10 @@ class SelectiveScan:
         )
 
 
-class Rates:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
-
-    name = "gpu.rates"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(
-        self,
-        x: Tensor,
-        kind: str,
-        bias: Tensor | None,
-        factor: Tensor | None,
-        limits: tuple[float, float] | None,
-        out: Tensor,
-    ) -> None:
-        bias = None if bias is None else bias.contiguous()
-        factor = None if factor is None else factor.contiguous()
-        expect_on_device("rates", x, bias, factor, out)
-        rows, width = x.shape
-        block = min(triton.next_power_of_2(width), _COLUMNS)
-        low, high = limits or (0.0, 0.0)
-        run_kernel(
-            rates_kernel,
-            (rows, triton.cdiv(width, block)),
-            x,
-            bias,
-            factor,
-            out,
-            x.stride(0),
-            low,
-            high,
-            WIDTH=width,
-            RUN=width if factor is None else width // factor.shape[0],
-            SOFTPLUS=kind == "softplus",
-            LIMITED=limits is not None,
-            BLOCK=block,
-        )
-
-
-class GatedNorm:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_norm`."""
-
-    name = "gpu.gated_norm"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(self, x: Tensor, gate: Tensor, norm: Norm, kind: str, first: bool, out: Tensor) -> None:
-        weight = None if norm.weight is None else norm.weight.contiguous()
-        expect_on_device("gated_norm", x, gate, weight, out)
-        tokens, heads, width = x.shape
-        run_kernel(
-            gated_norm_kernel,
-            (tokens * heads,),
-            x,
-            gate,
-            weight,
-            out,
-            x.stride(0),
-            x.stride(1),
-            gate.stride(0),
-            gate.stride(1),
-            norm.eps,
-            HEADS=heads,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            SILU=kind == "silu",
-            FIRST=first,
-            BY_HEAD=weight is not None and weight.dim() == 2,
-        )
-
-
 OPS: dict[str, tuple[Any, ...]] = {
     "causal_conv": (CausalConv(),),
     "gated_delta": (GatedDelta(),),
+    "rwkv": (Rwkv(),),
     "ssd": (StateSpace(),),
     "selective_scan": (SelectiveScan(),),
     "rates": (Rates(),),

@@ -35,6 +35,7 @@ from sdk.kernels.reference.states import (
     GatedDelta,
     GatedNorm,
     Rates,
+    Rwkv,
     SelectiveScan,
     StateSpace,
 )
@@ -74,6 +75,7 @@ def operators() -> dict[str, Sequence[Any]]:
         "sample": (Sample(),),
         "causal_conv": (CausalConv(),),
         "gated_delta": (GatedDelta(),),
+        "rwkv": (Rwkv(),),
         "ssd": (StateSpace(),),
         "selective_scan": (SelectiveScan(),),
         "rates": (Rates(),),

@@ -14,7 +14,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.norm import Norm
-from sdk.kernels.states import StateBatch
+from sdk.kernels.states import RwkvKeys, StateBatch
 
 
 class CausalConv:
@@ -39,15 +39,15 @@ class CausalConv:
         out: Tensor,
     ) -> None:
         x = x.float() if before is None else x.float() * before.float()
-        taps = weight.t().contiguous()
+        taps = weight.transpose(-1, -2).contiguous()
         for tokens, inputs, saves in _requests("causal_conv", state, batch, states):
             for t in tokens:
                 inputs = torch.cat([inputs, x[t : t + 1]])
-                y = (inputs * taps).sum(0)
+                y = (inputs * taps).sum(-2)
                 inputs = inputs[1:]
                 y = y if bias is None else y + bias
                 y = torch.nn.functional.silu(y) if activation == "silu" else y
-                out[t] = y if after is None else y * after[t].float()
+                out[..., t, :] = y if after is None else y * after[t].float()
                 _save(state, inputs, saves.get(t, ()))
 
 
@@ -90,6 +90,45 @@ class GatedDelta:
 
 def _unit(x: Tensor, eps: float | None) -> Tensor:
     return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+class Rwkv:
+    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`."""
+
+    name = "reference.rwkv"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        r: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        keys: RwkvKeys,
+        first: tuple[Tensor, Tensor] | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        states: StateBatch,
+        out: Tensor,
+        own: Tensor,
+    ) -> None:
+        r, k, v, decay = r.float(), k.float(), v.float(), decay.double().exp().float()
+        if first is not None:
+            v = v + (first[0].float() - v) * first[1]
+        unit = k * keys.norm
+        unit = unit / (unit * unit).sum(-1, keepdim=True).sqrt().clamp(min=1e-12)
+        k = k + k * (rate - 1) * keys.mix
+        own.copy_((r * keys.read * k).sum(-1, keepdim=True) * v)
+        for tokens, s, saves in _requests("rwkv", state, batch, states):
+            for t in tokens:
+                seen = (s * unit[t].unsqueeze(2)).sum(1, keepdim=True)
+                s = s * decay[t].unsqueeze(2) - (unit[t] * rate[t]).unsqueeze(2) * seen
+                s = s + k[t].unsqueeze(2) * v[t].unsqueeze(1)
+                out[t] = (s * r[t].unsqueeze(2)).sum(1)
+                _save(state, s, saves.get(t, ()))
 
 
 class StateSpace:
@@ -175,7 +214,10 @@ class Rates:
         out: Tensor,
     ) -> None:
         x = x.double() if bias is None else x.double() + bias
-        y = torch.sigmoid(x) if kind == "sigmoid" else torch.nn.functional.softplus(x)
+        if kind == "softplus":
+            y = torch.nn.functional.softplus(x)
+        else:
+            y = torch.sigmoid(x) if kind == "sigmoid" else torch.tanh(x)
         y = y if limits is None else y.clamp(*limits)
         if factor is not None:
             y = y * factor.repeat_interleave(y.shape[1] // len(factor))

@@ -48,7 +48,7 @@ from sdk.quant.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("sdk")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
+_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5", "rwkv")
 _ENCODERS = ("bert", "t5")
 #: Ids of special tokens where a file does not name them; llama.cpp's.
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -106,6 +106,10 @@ def tokenizer_from_gguf(
         from sdk.loaders.tokenizer.encoders import respelled
 
         tokens = respelled(tokens, bytes(kinds))
+    elif model == "rwkv":
+        from sdk.loaders.tokenizer.rwkv import unescaped
+
+        tokens = unescaped(tokens, bytes(kinds))
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(text for text, times in Counter(tokens).items() if times > 1)
@@ -131,11 +135,7 @@ def tokenizer_from_gguf(
     if pre is None:
         raise _unknown_split(meta)
     facts = replace(facts, warnings=tuple(warnings))
-    encode: EncodeText
-    if model == "llama":
-        encode = _spm(meta, vocabulary, plain, specials.unknown)
-    else:
-        encode = _bpe(meta, vocabulary, plain, pre)
+    encode = _encoder(meta, model, vocabulary, plain, specials, pre)
     for warning in warnings:
         _LOG.warning("%s: %s", file, warning)
     bos = specials.bos if add_bos else None
@@ -149,6 +149,24 @@ def tokenizer_from_gguf(
         rstrip_ids=_rstrip_ids(meta, vocabulary),
     )
     return VocabTokenizer(vocabulary, rules, facts, encode)
+
+
+def _encoder(
+    meta: Metadata,
+    model: str,
+    vocabulary: Vocabulary,
+    pieces: Mapping[str, int],
+    specials: _Specials,
+    pre: PreTokenizer,
+) -> EncodeText:
+    """The function that encodes a text without special tokens."""
+    if model == "llama":
+        return _spm(meta, vocabulary, pieces, specials.unknown)
+    if model == "rwkv":
+        from sdk.loaders.tokenizer.rwkv import LongestMatch
+
+        return LongestMatch(meta, pieces).encode
+    return _bpe(meta, vocabulary, pieces, pre)
 
 
 def _of_encoder(
@@ -231,8 +249,9 @@ def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearr
     by_name = end_token_ids(ids.get, lambda token_id: kinds[token_id] == CONTROL)
     for token_id in by_name:
         kinds[token_id] = CONTROL
+    # Of RWKV "\n\n" ends an answer, and texts have it, too.
     for token_id in ends if bos is None else {bos, *ends}:
-        if kinds[token_id] == NORMAL:
+        if kinds[token_id] == NORMAL and model != "rwkv":
             kinds[token_id] = CONTROL
     return _Specials(bos, eos, unknown, padding, separator, mask, frozenset(ends | by_name))
 
@@ -296,7 +315,7 @@ def _pre_tokenizer(
     """
     if asked is not None:
         return _asked_split(meta, model, asked)
-    if model == "llama":
+    if model in ("llama", "rwkv"):
         return DEFAULT
     if model == "gemma4":
         return PRE_TOKENIZERS["gemma4"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
-    Alibi,
     Architecture,
     Biases,
     ConfigRules,
@@ -19,6 +18,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.derived import every_head_has_keys
+from sdk.models.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

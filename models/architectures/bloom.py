@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
     LAYER_NORM,
-    Alibi,
     Architecture,
     ConfigRules,
     EmbeddingRules,
@@ -19,6 +18,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.gpt2 import all_biases, no_rotation
 from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.score_biases import Alibi
 
 if TYPE_CHECKING:
     from sdk.models.config_fields import Fields

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
     LAYER_NORM,
-    Alibi,
     Architecture,
     Biases,
     ConfigRules,
@@ -25,6 +24,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.config_fields import Fields
 from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import Any
 
 from sdk.models.architecture import (
     LAYER_NORM,
-    Alibi,
     Architecture,
     ConfigRules,
     GgufKeys,
@@ -22,6 +21,7 @@ from sdk.models.architecture import (
 from sdk.models.architectures.gpt2 import KEYS, NAMES, all_biases, no_rotation
 from sdk.models.config_fields import Fields
 from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.score_biases import Alibi
 
 #: Scores are divided by the width of a head, not by its root: two names in files.
 _BY_WIDTH = ("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d")

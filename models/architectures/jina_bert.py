@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
     LAYER_NORM,
-    Alibi,
     Architecture,
     Biases,
     ConfigRules,
@@ -23,6 +22,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures import bert
 from sdk.models.config_fields import activation_named
+from sdk.models.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, DistanceBuckets, EmbeddingRules, TensorRules
+from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures import bert, roberta
+from sdk.models.score_biases import DistanceBuckets
 
 
 def _derived(config: dict[str, Any]) -> None:

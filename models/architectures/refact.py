@@ -5,8 +5,9 @@ Small Magellanic Cloud AI (2023). Folders call themselves ``gpt_refact``.
 
 from __future__ import annotations
 
-from sdk.models.architecture import Alibi, Architecture, ConfigRules, GgufRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 from sdk.models.architectures.gpt2 import no_rotation
+from sdk.models.score_biases import Alibi
 
 ARCHITECTURE = Architecture(
     "refact",

@@ -140,7 +140,7 @@ def _latent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
 
 
 def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
-    """The same of hybrids: a delta net beside a Mamba-2, and a Mamba-1."""
+    """The same of hybrids: a delta net beside a Mamba-2; of a Mamba-1 and an RWKV-7."""
 
     def heads(count: int, width: int, dtype: torch.dtype = ops.activations) -> torch.Tensor:
         return torch.zeros(2, count, width, dtype=dtype, device=ops.device)
@@ -158,6 +158,13 @@ def _recurrent(ops: Ops) -> Iterator[tuple[str, Sequence[Any], dict[str, Any]]]:
     for decay, form in ((heads(1, 4, wide)[:, 0], ""), (heads(4, 128, wide), "rows")):
         like = (keys, keys, keys, decay, state, 1e-6, False)
         yield "gated_delta", like, {"head_dim": 128, "format": form}
+    several, shifted = heads(6 * 64, 2, wide)[0].view(6, 64, 2), heads(1, 64, wide)
+    yield "causal_conv", (x[:, :64], several, None, shifted, None, None, None), {}
+    small, rates = heads(4, 64), heads(4, 64, wide)
+    state = heads(4 * 64, 64, wide).view(2, 4, 64, 64)
+    for earlier, form in ((None, ""), ((small, rates), "first")):
+        given = (small, small, small, rates, rates, earlier, state)
+        yield "rwkv", given, {"head_dim": 64, "format": form}
     state = heads(8 * 64, 128, wide).view(2, 8, 64, 128)
     yield "ssd", (few, keys[:, :1], weight[:8, 0], state), {"head_dim": 128}
     channels = heads(64, 16, wide)

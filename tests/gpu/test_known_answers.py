@@ -129,6 +129,12 @@ def delta(
     return "gated_delta", like, {"head_dim": 32, "format": "rows" if decay.dim() == 3 else ""}
 
 
+def rwkv(first: tuple[Tensor, Tensor] | None) -> tuple[str, Sequence[Any], dict[str, Any]]:
+    one, wide = heads(4, 24), slots(4, 24)
+    like = one, one, one, wide, wide, first, slots(4, 24, 24)
+    return "rwkv", like, {"head_dim": 24, "format": "first" * (first is not None)}
+
+
 CODES = ActivationScheme("int")
 F32, BF16 = torch.float32, torch.bfloat16
 #: name -> operator, what it will run on, fields of its problem.
@@ -222,6 +228,13 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         (rows(70), torch.zeros(70, 3), None, slots(2, 70), None, rows(70), rows(70)),
         {"format": "before after"},
     ),
+    "causal_conv-several": lambda: (
+        "causal_conv",
+        (rows(70), torch.zeros(3, 70, 2), None, slots(1, 70), None, None, None),
+        {},
+    ),
+    "rwkv": lambda: rwkv(None),
+    "rwkv-first": lambda: rwkv((heads(4, 24), slots(4, 24))),
     "gated_delta": lambda: delta(slots(4)),
     "gated_delta-rows": lambda: delta(slots(4, 32), eps=None, tiled=True),
     "ssd": lambda: (
@@ -238,6 +251,11 @@ CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
         "rates",
         (rows(70), "softplus", rows(70, F32)[0], rows(7, F32)[0], (0.01, 8.0)),
         {"format": "softplus"},
+    ),
+    "rates-tanh": lambda: (
+        "rates",
+        (rows(70), "tanh", None, None, None),
+        {"format": "tanh"},
     ),
     "rates-sigmoid": lambda: (
         "rates",

@@ -24,6 +24,7 @@ from sdk.kernels.cpu import (
     states,
 )
 from sdk.kernels.route_rule import GATES, MAX_SCORED
+from sdk.kernels.state_ops import RATES
 
 #: Python's structures whose C++ names differ.
 NAMES = {"WeightView": "Weight", "SchemeView": "ActivationScheme"}
@@ -153,7 +154,8 @@ def test_numbers_of_kinds_and_types_are_those_of_the_library(table: Mapping[str,
     routes = ("kRouteSoftmax", "kRouteSigmoid", "kRouteSqrtSoftplus", "kRouteSparse")
     assert [table[name] for name in routes] == list(range(len(GATES)))
     assert table["kRouteKinds"] == len(GATES) and table["kMaxScored"] == MAX_SCORED
-    gates = {kind: table[f"kGate{kind.capitalize()}"] for kind in mlp_activations.GATES}
+    functions = dict.fromkeys((*mlp_activations.GATES, *RATES))
+    gates = {kind: table[f"kGate{kind.capitalize()}"] for kind in functions}
     assert gates == elementwise.GATE_KINDS and len(gates) == table["kGateKinds"]
     norms = {"silu": table["kNormSilu"], "sigmoid": table["kNormSigmoid"]}
     assert norms == states.NORM_GATES and len(norms) == table["kNormGates"]

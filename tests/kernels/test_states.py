@@ -9,6 +9,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.ops import Ops
+from sdk.kernels.states import RwkvKeys
 from tests.recurrent import (
     OPERATORS,
     SLOTS,
@@ -18,9 +19,12 @@ from tests.recurrent import (
     conv,
     delta,
     exact_delta,
+    exact_rwkv,
     exact_scan,
     exact_space,
+    rwkv,
     scan,
+    several,
     space,
 )
 
@@ -108,7 +112,9 @@ def test_a_nan_stays_in_its_request(ops: Ops, case: Operator) -> None:
     assert found[2][0].isnan().all()
 
 
-@pytest.mark.parametrize("case", [conv(), delta(), space(), scan()], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [conv(), delta(), rwkv(), space(), scan()], ids=lambda case: case.name
+)
 def test_steps_and_requests_may_be_empty(ops: Ops, case: Operator) -> None:
     inputs, nothing = case.inputs(2, 8), case.inputs(0, 8)
     state = case.slots()
@@ -165,9 +171,18 @@ def test_the_selective_scan_is_as_exact_as_float32_is(ops: Ops) -> None:
     assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
 
 
+def test_rwkv_is_as_exact_as_float32_is(ops: Ops) -> None:
+    case = rwkv(2, 64, first=True)
+    inputs = case.inputs(300, 24)
+    expected, last = exact_rwkv(inputs, 2, 64)
+    state = torch.zeros(1, 2, 64, 64)
+    out = case.run(ops, inputs, state, batch_of([300], [-1], [[(300, 0)]]))
+    assert nmse(out, expected) < 1e-12 and nmse(state[0], last) < 1e-12
+
+
 # ---- recorded steps, threads and levels ----------------------------------------------------------
 
-_RECORDED = [conv(600, 4), delta(), space(), scan()]
+_RECORDED = [conv(600, 4), several(600), delta(), rwkv(), rwkv(2, 64, first=True), space(), scan()]
 
 
 @pytest.mark.parametrize("case", _RECORDED, ids=lambda case: case.name)
@@ -207,7 +222,9 @@ def test_a_recorded_step_reads_its_states_when_it_runs(ops: Ops, case: Operator)
 
 
 @pytest.mark.parametrize(
-    "case", [delta(), space(), scan(), conv(1100, 4)], ids=lambda case: case.name
+    "case",
+    [delta(), rwkv(2, 96, first=True), space(), scan(), conv(1100, 4), several(1100)],
+    ids=lambda case: case.name,
 )
 def test_threads_change_no_bit(case: Operator) -> None:
     """Heads are divided where threads are more than they are, and channels and tokens are."""
@@ -388,6 +405,9 @@ def test_what_does_not_fit_is_named(ops: Ops) -> None:
         "causal_conv bias": lambda: run(x, weight, torch.zeros(7), state, batch),
         "causal_conv before": lambda: run(x, weight, None, state, batch, before=x[:1]),
         "causal_conv after": lambda: run(x, weight, None, state, batch, after=x[:, :4]),
+        "causal_conv before: expected none with several weights": lambda: run(
+            x, weight.expand(2, 8, 4), None, state, batch, before=x
+        ),
         r"causal_conv state: expected torch.float32 \[any, 3, 8\]": lambda: run(
             x, weight, None, torch.zeros(3, 4, 8), batch
         ),
@@ -429,6 +449,33 @@ def test_what_does_not_fit_the_delta_rule_is_named(ops: Ops) -> None:
             wide, wide, v, gate, gate, state, batch, 1.0
         ),
         "gated_delta state": lambda: run(q, q, v, gate, gate, state[:, :3], batch, 1.0),
+    }.items():
+        with pytest.raises(KernelError, match=what):
+            call()
+
+
+def test_what_does_not_fit_rwkv_is_named(ops: Ops) -> None:
+    batch, state = _batch(), torch.zeros(3, 2, 6, 6)
+    x, keys = torch.zeros(2, 2, 6), RwkvKeys(*torch.zeros(3, 2, 6))
+    run = ops.states.rwkv
+    wide = torch.zeros(2, 1, 513)
+    for what, call in {
+        "rwkv r": lambda: run(x[:1], x, x, x, x, keys, state, batch),
+        "rwkv k": lambda: run(x, x[:, :1], x, x, x, keys, state, batch),
+        "rwkv v": lambda: run(x, x, x[:, :1], x, x, keys, state, batch),
+        "rwkv decay": lambda: run(x, x, x, x[:1], x, keys, state, batch),
+        "rwkv rate: expected contiguous": lambda: run(
+            x, x, x, x, torch.zeros(6, 2, 2).permute(1, 2, 0), keys, state, batch
+        ),
+        "rwkv first": lambda: run(x, x, x, x, x, keys, state, batch, first=(x[:1], x)),
+        "rwkv mix": lambda: run(x, x, x, x, x, keys, state, batch, first=(x, x[:1])),
+        "rwkv mix of keys": lambda: run(
+            x, x, x, x, x, RwkvKeys(x[0], x[0, :1], x[0]), state, batch
+        ),
+        "heads of 1 to 512 numbers, found 513": lambda: run(
+            *[wide] * 5, RwkvKeys(*[wide[0]] * 3), state, batch
+        ),
+        "rwkv state": lambda: run(x, x, x, x, x, keys, state[:, :1], batch),
     }.items():
         with pytest.raises(KernelError, match=what):
             call()

@@ -89,8 +89,8 @@ EXPERTS = {"llama.expert_count": (4, 8), "llama.expert_used_count": (4, 2)}
     ("metadata", "message"),
     [
         (
-            {"general.architecture": (8, "rwkv7")},
-            "rwkv7: a decoder with recurrent layers .*, which does not run: its mixers",
+            {"general.architecture": (8, "rwkv6")},
+            "rwkv6: a decoder with recurrent layers .*, which does not run: its mixers",
         ),
         (
             {"general.architecture": (8, "qwen2"), "qwen2.expert_count": (4, 8)},

@@ -413,6 +413,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "bloom-twelve-heads": {"num_attention_heads": 12, "hidden_size": 96},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "opt-350m": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "opt-narrow": {"ffn_dim": 96, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
     "dbrx": {
         "d_model": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},

@@ -143,6 +143,7 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
         )
     },
     "gptj": ("gptj", 4, {"rotary_dim": 8}),
+    "opt-350m": ("opt", 2, ARCHITECTURES["opt-350m"]),
 }
 
 

@@ -23,8 +23,8 @@ from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.integer_layers import gptq_tensors
 from sdk.loaders.writers.peft_writer import random_adapter_for
 from sdk.models.alibi import alibi_slopes
-from sdk.models.architecture import Alibi
 from sdk.models.config import ModelConfig
+from sdk.models.score_biases import Alibi
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.methods.integers import round_to_nearest
 from sdk.quant.spec import QuantSpec
@@ -154,8 +154,6 @@ def test_what_a_gguf_file_asks_for_besides_is_refused_by_name(
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: expected True, found False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: expected False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected False, found True"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: expected True"),
-        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim: expected hidden_size 64"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm: expected False"),
         (
             "mpt",
@@ -209,6 +207,31 @@ def test_a_body_saved_alone_is_the_same_model(model_type: str, tmp_path: Path, l
     found = Paged(load(checkpoint)).run("a", prompt(20, 1))
     assert (found - expected_logits(oracle, prompt(20, 1))).abs().max() <= 1e-4
     assert checkpoint.unused() == []
+
+
+@pytest.mark.slow  # 4 s; logits are compared in test_model_architectures.py
+def test_a_post_norm_decoder_answers_the_same_however_the_work_is_cut(tmp_path: Path) -> None:
+    """OPT-350m: recorded steps, batches, chunks, prefix hits and drafts; packed weights."""
+    tiny("opt", ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False).save_pretrained(
+        tmp_path
+    )
+    ids = [prompt(40 + 3 * i, i % 2) for i in range(4)]
+    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True)
+    options = {"skip_tokenizer_init": True, "max_model_len": 128, "num_threads": 1}
+    found = []
+    for more in (
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"quantization": "rtn-w8s"},
+        {"quantization": "rtn-w8s", "max_num_seqs": 1},
+    ):
+        with LLM(tmp_path, **options, **more) as llm:
+            llm.generate({"prompt_token_ids": ids[0]}, params)  # the next one has a hit
+            outputs = llm.generate([{"prompt_token_ids": one} for one in ids], params)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] == found[2] and found[3] == found[4]
+    assert len({tuple(one) for one in found[0]}) > 1
 
 
 def test_causal_masks_in_a_file_are_no_leftovers_and_other_tensors_are(tmp_path: Path) -> None:

@@ -62,7 +62,14 @@ struct MapArgs {
 };
 
 // Row t of x, `gates` runs of `width` numbers each: run g is multiplied by the function of gate[t][g].
-enum GateKind { kGateSigmoid = 0, kGateSoftplus = 1, kGateSilu = 2, kGateLinear = 3, kGateKinds = 4 };
+enum GateKind {
+    kGateSigmoid = 0,
+    kGateSoftplus = 1,
+    kGateSilu = 2,
+    kGateLinear = 3,
+    kGateTanh = 4,  // of rates alone
+    kGateKinds = 5,
+};
 
 struct GateArgs {
     float* x;

@@ -21,18 +21,19 @@ struct StateRows {
 enum { kMaxTaps = 16, kMaxStateDim = 512 };
 
 // out[t] = act(sum over j of weight[:, j] * x[t - taps + 1 + j] + bias) * after[t], x times `before` first.
-// A state is [taps - 1][width]: the last inputs.
+// A state is [taps - 1][width]: the last inputs. There may be several convolutions of the same inputs, without
+// `before` and `after`.
 struct ConvArgs {
     StateRows rows;
     const float* x;
-    const float* weight;  // [width][taps]
-    const float* bias;    // null: none; so are the next two
+    const float* weight;  // [several][width][taps]
+    const float* bias;    // [several][width]; null: none; so are the next two
     const float* before;
     const float* after;
-    float* out;  // [T, width]
-    int64_t x_token, before_token, after_token, width;
+    float* out;  // [several] times [T, width], out_step apart
+    int64_t x_token, before_token, after_token, out_step, width;
     int64_t chunks;  // of tokens; set by the runtime
-    int32_t taps, silu;
+    int32_t taps, silu, several;
 };
 
 // S = e^decay S + k (beta (v - k e^decay S)), out = scale q S, for each token of a head; a state is
@@ -49,6 +50,13 @@ struct DeltaArgs {
     int32_t normalized;  // q and k are divided by sqrt(sum of squares + eps)
     int32_t splits;      // parts of the columns of a head; set by the runtime
     float eps, scale;
+    // RWKV-7, if rate is not null: by_row, one head of keys for each of values, of the same size; beta, eps and
+    // scale are not read. With u = k * key_norm / |k * key_norm|: S = (e^decay - (u * rate) u^T) S + key v,
+    // out = q S; key = k (1 + (rate - 1) key_mix), v moves towards `first` by `mix`. own = (q * key_read . key) v.
+    const float *rate, *first, *mix;                // first, mix null: v stays
+    const float *key_norm, *key_mix, *key_read;     // [heads][key_dim]
+    float* own;                                     // as out
+    int64_t rate_token, rate_head, first_token, first_head, mix_token, mix_head;
 };
 
 // S = e^(dt a) S + dt x b^T, out = S c + d x, for each token of a head; a state is [heads][width][size].

@@ -12,15 +12,17 @@ namespace LEVEL {
 struct ConvItem {
     int64_t request, begin, end;  // tokens
     int64_t channel, width;       // first channel, channels
-    float *weights, *tail, *products;  // [taps], [taps - 1] and [taps] rows of kConvChannels
+    float *tail, *products, *weights;  // [taps - 1], [taps], [several][taps] rows of kConvChannels
 };
 
 // The weights of a block of channels, one row for each tap.
 static void conv_weights(const ConvArgs* a, const ConvItem* item) {
-    const float* weight = a->weight + item->channel * a->taps;
-    for (int64_t j = 0; j < a->taps; ++j)
-        for (int64_t c = 0; c < item->width; ++c)
-            item->weights[j * kConvChannels + c] = weight[c * a->taps + j];
+    for (int64_t m = 0; m < a->several; ++m) {
+        const float* weight = a->weight + (m * a->width + item->channel) * a->taps;
+        float* own = item->weights + m * a->taps * kConvChannels;
+        for (int64_t j = 0; j < a->taps; ++j)
+            for (int64_t c = 0; c < item->width; ++c) own[j * kConvChannels + c] = weight[c * a->taps + j];
+    }
 }
 
 // The input of a token of the request, at the item's channels.
@@ -55,25 +57,28 @@ static void conv_states(const ConvArgs* a, const ConvItem* item) {
 }
 
 template <bool SILU>
-INLINE VF conv_lanes(const ConvArgs* a, const ConvItem* item, const float* const* in, int64_t c) {
-    VF y = a->bias ? load(a->bias + item->channel + c) : zero();
-    for (int64_t j = 0; j < a->taps; ++j) y = fma(load(item->weights + j * kConvChannels + c), load(in[j] + c), y);
+INLINE VF conv_lanes(const ConvArgs* a, const float* bias, const float* weights, const float* const* in,
+                     int64_t c) {
+    VF y = bias ? load(bias + c) : zero();
+    for (int64_t j = 0; j < a->taps; ++j) y = fma(load(weights + j * kConvChannels + c), load(in[j] + c), y);
     return SILU ? with_sigmoid<kSilu>(y) : y;
 }
 
-// A row of results from the rows of inputs that a token sees.
+// A row of results of convolution m from the rows of inputs that a token sees.
 template <bool SILU>
-static void conv_row(const ConvArgs* a, const ConvItem* item, const float* const* in, int64_t token) {
+static void conv_row(const ConvArgs* a, const ConvItem* item, const float* const* in, int64_t token, int64_t m) {
     const float* after = a->after ? a->after + token * a->after_token + item->channel : nullptr;
-    float* out = a->out + token * a->width + item->channel;
+    const float* bias = a->bias ? a->bias + m * a->width + item->channel : nullptr;
+    const float* weights = item->weights + m * a->taps * kConvChannels;
+    float* out = a->out + m * a->out_step + token * a->width + item->channel;
     int64_t c = 0;
     for (; c + kLanes <= item->width; c += kLanes) {
-        const VF y = conv_lanes<SILU>(a, item, in, c);
+        const VF y = conv_lanes<SILU>(a, bias, weights, in, c);
         store(out + c, after ? mul(y, load(after + c)) : y);
     }
     for (; c < item->width; ++c) {  // as a vector would: a channel alone has the same bits everywhere
-        float y = a->bias ? a->bias[item->channel + c] : 0.0f, lanes[kLanes];
-        for (int64_t j = 0; j < a->taps; ++j) y += item->weights[j * kConvChannels + c] * in[j][c];
+        float y = bias ? bias[c] : 0.0f, lanes[kLanes];
+        for (int64_t j = 0; j < a->taps; ++j) y += weights[j * kConvChannels + c] * in[j][c];
         store(lanes, SILU ? with_sigmoid<kSilu>(set1(y)) : set1(y));
         out[c] = after ? lanes[0] * after[c] : lanes[0];
     }
@@ -97,15 +102,17 @@ static void conv_item(const ConvArgs* a, const ConvItem* item) {
         const float* in[kMaxTaps];
         if (a->before) conv_input(a, item, t, item->products + t % a->taps * kConvChannels);
         for (int64_t j = 0; j < a->taps; ++j) in[j] = input_of(t - kept + j);
-        if (a->silu) conv_row<true>(a, item, in, t);
-        else conv_row<false>(a, item, in, t);
+        for (int64_t m = 0; m < a->several; ++m) {
+            if (a->silu) conv_row<true>(a, item, in, t, m);
+            else conv_row<false>(a, item, in, t, m);
+        }
     }
 }
 
 static void conv(const ConvArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
     float* memory = (float*)scratch;
-    ConvItem item = {0, 0, 0, -1, 0, memory, memory + a->taps * kConvChannels,
-                     memory + 2 * a->taps * kConvChannels};
+    const int64_t rows = a->taps * kConvChannels;
+    ConvItem item = {0, 0, 0, -1, 0, memory, memory + rows, memory + 2 * rows};
     int64_t r = 0, before = 0;  // a request, and the chunks of those before it
     for (int64_t i = begin; i < end; ++i) {
         const int64_t chunk = i % a->chunks, channel = i / a->chunks * kConvChannels;

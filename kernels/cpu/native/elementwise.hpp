@@ -320,7 +320,7 @@ INLINE void store_some(float* p, VF x, int64_t count) {
 }
 
 INLINE VF rates_of(const RatesArgs* args, VF x) {
-    VF y = args->kind == kGateSoftplus ? softplus_of(x) : sigmoid_of(x);
+    VF y = args->kind == kGateSoftplus ? softplus_of(x) : args->kind == kGateTanh ? tanh_of(x) : sigmoid_of(x);
     return args->limited ? max(set1(args->low), min(set1(args->high), y)) : y;
 }
 

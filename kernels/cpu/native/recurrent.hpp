@@ -1,4 +1,4 @@
-// The gated delta rule and the recurrences of Mamba-1 and 2, token by token.
+// The gated delta rule, RWKV-7's, and the recurrences of Mamba-1 and 2, token by token.
 //
 // Each number of a state is computed from the same numbers in the same order, whichever tokens a step has:
 // results have the same bits one by one, in chunks and in a batch. What a state's part needs from all of it
@@ -108,9 +108,14 @@ INLINE VF less(VF a, VF b) { return sub(a, b); }
 INLINE float plus_product(float a, float b, float c) { return a * b + c; }
 INLINE VF plus_product(VF a, VF b, VF c) { return fma(a, b, c); }
 
-// The tokens of a chunk, prepared: unit keys, unit queries times the scale, decays and keys times decays.
+// Decays of a head, of each row of a state, or RWKV-7.
+enum DeltaKind { kByHead = 0, kByRow = 1, kRwkv = 2 };
+
+// The tokens of a chunk, prepared: unit keys, unit queries times the scale, decays and keys times decays. Of
+// RWKV-7: keys, queries, decays and unit keys; unit keys times -rate, and values.
 struct DeltaChunk {
-    float *k, *q, *decay, *seen;  // [kDeltaTokens][key_dim]; without by_row decay is [kDeltaTokens]
+    float *k, *q, *decay, *seen;  // [kDeltaTokens][key_dim]; with kByHead decay is [kDeltaTokens]
+    float *lose, *value;          // the same, of RWKV-7 alone
     float* block;                 // [key_dim][kDeltaColumns]
     int64_t head, first, count;
     const float* ahead;  // the state that the thread reads next; null: unknown
@@ -142,6 +147,45 @@ static void prepare_delta(const DeltaArgs* a, DeltaChunk* chunk) {
     }
 }
 
+// The same of RWKV-7; writes `own` of columns [begin, end).
+static void prepare_rwkv(const DeltaArgs* a, DeltaChunk* chunk, int64_t begin, int64_t end) {
+    const int64_t dim = a->key_dim, head = chunk->head;
+    const float *key_norm = a->key_norm + head * dim, *key_mix = a->key_mix + head * dim;
+    const float* key_read = a->key_read + head * dim;
+    for (int64_t t = 0; t < chunk->count; ++t) {
+        const int64_t token = chunk->first + t;
+        const float* k = a->k + token * a->k_token + head * a->k_head;
+        const float* q = a->q + token * a->q_token + head * a->q_head;
+        const float* v = a->v + token * a->v_token + head * a->v_head;
+        const float* decay = a->decay + token * a->decay_token + head * a->decay_head;
+        const float* rate = a->rate + token * a->rate_token + head * a->rate_head;
+        float *key = chunk->k + t * dim, *unit = chunk->seen + t * dim, *lose = chunk->lose + t * dim;
+        float *factors = chunk->decay + t * dim, *value = chunk->value + t * dim, *query = chunk->q + t * dim;
+        for (int64_t i = 0; i < dim; ++i) unit[i] = k[i] * key_norm[i];
+        const float size = __builtin_sqrtf(dot_of(unit, unit, dim));
+        const float of_unit = 1.0f / (size < 1e-12f ? 1e-12f : size);
+        for (int64_t i = 0; i < dim; ++i) {
+            unit[i] *= of_unit;
+            key[i] = k[i] + k[i] * (rate[i] - 1.0f) * key_mix[i];
+            query[i] = q[i];
+            value[i] = v[i];
+            lose[i] = q[i] * key_read[i];  // until the product below
+        }
+        const float read = dot_of(lose, key, dim);
+        for (int64_t i = 0; i < dim; ++i) lose[i] = -unit[i] * rate[i];
+        int64_t i = 0;
+        for (; i + kLanes <= dim; i += kLanes) store(factors + i, exp_of(load(decay + i)));
+        for (; i < dim; ++i) factors[i] = exp_of_one(decay[i]);
+        if (a->first) {
+            const float* first = a->first + token * a->first_token + head * a->first_head;
+            const float* mix = a->mix + token * a->mix_token + head * a->mix_head;
+            for (i = 0; i < dim; ++i) value[i] += (first[i] - value[i]) * mix[i];
+        }
+        float* own = a->own + (token * a->heads + head) * dim;
+        for (i = begin; i < end; ++i) own[i] = read * value[i];
+    }
+}
+
 // Rows of a part of a state; some steps apart.
 struct Rows {
     float* data;
@@ -159,29 +203,37 @@ enum DeltaPlace { kBefore = 0, kLast = 1, kOnly = 2 };
 
 // One token of W vectors of columns: `from` becomes `to`. `seen`: the products of its key, then, if another
 // token follows, of that one's.
-template <typename V, int W, bool BY_ROW, int PLACE>
+template <typename V, int W, int KIND, int PLACE>
 INLINE void delta_token(const DeltaArgs* a, const DeltaChunk* chunk, int64_t t, Rows from, Rows to, V* seen,
                         int64_t column) {
     const int64_t dim = a->key_dim, token = chunk->first + t, lanes = sizeof(V) / sizeof(float);
     const float* k = chunk->k + t * dim;
     const float* q = chunk->q + t * dim;
     const float* next = chunk->seen + (t + 1) * dim;
-    const float* decay = chunk->decay + (BY_ROW ? t * dim : t);
-    const float* v = a->v + token * a->v_token + chunk->head * a->v_head + column;
-    const float beta = a->beta[token * a->beta_token + chunk->head * a->beta_head];
-    V change[W], out[W];
+    const float* decay = chunk->decay + (KIND == kByHead ? t : t * dim);
+    const float* lose = KIND == kRwkv ? chunk->lose + t * dim : nullptr;
+    const float* v = KIND == kRwkv ? chunk->value + t * dim + column
+                                   : a->v + token * a->v_token + chunk->head * a->v_head + column;
+    V change[W], out[W], gone[W];
     for (int w = 0; w < W; ++w) {
-        change[w] = times(every(beta, V()), less(load_lanes(v + w * lanes, V()), seen[w]));
+        change[w] = load_lanes(v + w * lanes, V());
+        if (KIND == kRwkv) gone[w] = seen[w];
+        else {
+            const float beta = a->beta[token * a->beta_token + chunk->head * a->beta_head];
+            change[w] = times(every(beta, V()), less(change[w], seen[w]));
+        }
         out[w] = seen[w] = every(0.0f, V());
     }
     V factor = every(decay[0], V());
     for (int64_t i = 0; i < dim; ++i) {
-        if (BY_ROW) factor = every(decay[i], V());
+        if (KIND != kByHead) factor = every(decay[i], V());
         const V key = every(k[i], V()), query = every(q[i], V());
         const V later = PLACE == kBefore ? every(next[i], V()) : query;
         for (int w = 0; w < W; ++w) {
             V s = load_lanes(from.data + i * from.step + w * lanes, V());
-            s = plus_product(key, change[w], times(factor, s));
+            s = times(factor, s);
+            if (KIND == kRwkv) s = plus_product(every(lose[i], V()), gone[w], s);
+            s = plus_product(key, change[w], s);
             store_lanes(to.data + i * to.step + w * lanes, s);
             out[w] = plus_product(query, s, out[w]);
             if (PLACE == kBefore) seen[w] = plus_product(later, s, seen[w]);
@@ -193,7 +245,7 @@ INLINE void delta_token(const DeltaArgs* a, const DeltaChunk* chunk, int64_t t, 
 }
 
 // All tokens of a chunk, or its only ONE, for W vectors of columns.
-template <typename V, int W, bool BY_ROW, bool ONE = false>
+template <typename V, int W, int KIND, bool ONE = false>
 static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const float* from, float* to,
                           int64_t column) {
     const int64_t dim = a->key_dim, lanes = sizeof(V) / sizeof(float);
@@ -209,10 +261,10 @@ static void delta_columns(const DeltaArgs* a, const DeltaChunk* chunk, const flo
         }
     }
     const int64_t last = chunk->count - 1;
-    if (ONE) return delta_token<V, W, BY_ROW, kOnly>(a, chunk, 0, before, after, seen, column);
+    if (ONE) return delta_token<V, W, KIND, kOnly>(a, chunk, 0, before, after, seen, column);
     for (int64_t t = 0; t < last; ++t)
-        delta_token<V, W, BY_ROW, kBefore>(a, chunk, t, t ? block : before, block, seen, column);
-    delta_token<V, W, BY_ROW, kLast>(a, chunk, last, last ? block : before, after, seen, column);
+        delta_token<V, W, KIND, kBefore>(a, chunk, t, t ? block : before, block, seen, column);
+    delta_token<V, W, KIND, kLast>(a, chunk, last, last ? block : before, after, seen, column);
 }
 
 // Vectors of columns that stay in registers: three for each (what a token changes, its result, the next one's
@@ -225,18 +277,18 @@ enum { kDeltaVectors = kRegisters == 32 ? 4 : 2, kDeltaWide = kRegisters == 32 ?
 #endif
 static_assert(kDeltaVectors * kLanes <= kDeltaColumns, "the block of a chunk has room");
 
-template <bool BY_ROW>
+template <int KIND>
 static void delta_chunk(const DeltaArgs* a, const DeltaChunk* chunk, const float* from, float* to,
                         int64_t begin, int64_t end) {
     int64_t column = begin;
     if (chunk->count == 1)
         for (; column + kDeltaWide * kLanes <= end; column += kDeltaWide * kLanes)
-            delta_columns<VF, kDeltaWide, BY_ROW, true>(a, chunk, from, to, column);
+            delta_columns<VF, kDeltaWide, KIND, true>(a, chunk, from, to, column);
     for (; column + kDeltaVectors * kLanes <= end; column += kDeltaVectors * kLanes)
-        delta_columns<VF, kDeltaVectors, BY_ROW>(a, chunk, from, to, column);
+        delta_columns<VF, kDeltaVectors, KIND>(a, chunk, from, to, column);
     for (; column + kLanes <= end; column += kLanes)
-        delta_columns<VF, 1, BY_ROW>(a, chunk, from, to, column);
-    for (; column < end; ++column) delta_columns<float, 1, BY_ROW>(a, chunk, from, to, column);
+        delta_columns<VF, 1, KIND>(a, chunk, from, to, column);
+    for (; column < end; ++column) delta_columns<float, 1, KIND>(a, chunk, from, to, column);
 }
 
 // The state with which an item begins; null: zeros.
@@ -249,9 +301,13 @@ static const float* next_state(const DeltaArgs* a, int64_t item) {
 static void delta(const DeltaArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
     const int64_t dim = a->key_dim, width = a->value_dim, prepared = kDeltaTokens * dim;
     float* memory = (float*)scratch;
-    DeltaChunk chunk = {memory, memory + prepared, memory + 2 * prepared, memory + 3 * prepared,
-                        memory + 4 * prepared, 0, 0, 0, nullptr};
+    DeltaChunk chunk = {memory, memory + prepared, memory + 2 * prepared, memory + 3 * prepared, nullptr,
+                        nullptr, memory + 4 * prepared, 0, 0, 0, nullptr};
     float* spare = chunk.block + dim * kDeltaColumns;
+    if (a->rate) {
+        chunk.lose = spare + dim * width;
+        chunk.value = chunk.lose + prepared;
+    }
     const int64_t parts = (width + kDeltaColumns - 1) / kDeltaColumns;
     for (int64_t item = begin; item < end; ++item) {
         const int64_t split = item % a->splits, r = item / a->splits / a->heads;
@@ -269,9 +325,11 @@ static void delta(const DeltaArgs* a, int64_t begin, int64_t end, uint8_t* scrat
         while (walk.at < walk.end) {
             chunk.first = walk.at;
             chunk.count = next_chunk(&walk);
-            prepare_delta(a, &chunk);
-            if (a->by_row) delta_chunk<true>(a, &chunk, walk.from, walk.to, first, last);
-            else delta_chunk<false>(a, &chunk, walk.from, walk.to, first, last);
+            if (a->rate) prepare_rwkv(a, &chunk, first, last);
+            else prepare_delta(a, &chunk);
+            if (a->rate) delta_chunk<kRwkv>(a, &chunk, walk.from, walk.to, first, last);
+            else if (a->by_row) delta_chunk<kByRow>(a, &chunk, walk.from, walk.to, first, last);
+            else delta_chunk<kByHead>(a, &chunk, walk.from, walk.to, first, last);
             end_chunk(&walk, chunk.count, first, dim, last - first, width);
         }
     }

@@ -50,15 +50,17 @@ StatePlan plan_conv(ConvArgs* a) {
     a->chunks = 0;
     for (int64_t r = 0; r < a->rows.requests; ++r) a->chunks += conv_chunks(a->rows, r);
     const int64_t blocks = (a->width + kConvChannels - 1) / kConvChannels;
-    const int64_t rows = 3 * a->taps;  // weights, inputs before the request, products with `before`
-    return {blocks * a->chunks, all_tokens(a->rows) * a->width * (a->taps + 8),
+    // weights, inputs before the request, products with `before`
+    const int64_t rows = (a->several + 2) * a->taps;
+    return {blocks * a->chunks, all_tokens(a->rows) * a->width * a->several * (a->taps + 8),
             (size_t)(rows * kConvChannels) * sizeof(float)};
 }
 
 StatePlan plan_delta(DeltaArgs* a, int threads) {
     const int64_t heads = active_requests(a->rows) * a->heads;
     a->splits = splits_of(heads, (a->value_dim + kDeltaColumns - 1) / kDeltaColumns, threads);
-    const int64_t floats = 4 * kDeltaTokens * a->key_dim + a->key_dim * kDeltaColumns + spare_state(a);
+    const int64_t rows = (a->rate ? 6 : 4) * kDeltaTokens;
+    const int64_t floats = rows * a->key_dim + a->key_dim * kDeltaColumns + spare_state(a);
     return {a->rows.requests * a->heads * a->splits,
             4 * all_tokens(a->rows) * a->heads * a->key_dim * (int64_t)a->value_dim,
             (size_t)floats * sizeof(float)};

@@ -32,6 +32,7 @@ from sdk.kernels.gpu import (
     latent,
     low_rank,
     norm,
+    rates,
     rope,
     sampling,
     states,
@@ -44,7 +45,7 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
-from sdk.kernels.states import StateBatch
+from sdk.kernels.states import RwkvKeys, StateBatch
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 from tests.gpu.aot.sweep import BIASED, BOTH_WAYS, LATENT
@@ -222,7 +223,7 @@ def run_adapters(short: torch.dtype) -> None:
 
 def run_states(short: torch.dtype) -> None:
     """Of Qwen3.5's delta nets and those with a decay for each row, Granite 4's Mamba-2, Mamba-1,
-    LFM2."""
+    RWKV-7, LFM2."""
     batch = batch_of([9, 1], 9)
     index = torch.zeros(2, dtype=torch.int32)
     rows = StateBatch(index, torch.zeros(3, dtype=torch.int32), index, index)
@@ -232,6 +233,14 @@ def run_states(short: torch.dtype) -> None:
     parts = x.split(2048, 1)
     conv.run(parts[0], weight, weight[:, 0], tail, batch, rows, "silu", None, None, parts[1])
     conv.run(parts[0], weight, None, tail, batch, rows, None, parts[1], parts[2], parts[0])
+    shift = torch.zeros(6, 10, 2048, dtype=short)
+    several = (torch.zeros(6, 2048, 2), None, tail[:, :1])
+    conv.run(parts[0], *several, batch, rows, None, None, None, shift)
+    r, state = parts[0].unflatten(1, (32, 64)), torch.zeros(4, 32, 64, 64)
+    wide, keys = torch.zeros(10, 32, 64), RwkvKeys(*torch.zeros(3, 32, 64))
+    for first in (None, (r, wide)):
+        given = (r, r, r, wide, wide, keys, first, state, batch, rows)
+        states.Rwkv().run(*given, r, r)
     state, out = torch.zeros(4, 16, 128, 128), torch.zeros(10, 16, 128, dtype=short)
     for decay in (torch.zeros(10, 16), torch.zeros(10, 16, 128)):
         given = (q, k, v, decay, torch.zeros(10, 16), state, batch, rows)
@@ -245,11 +254,12 @@ def run_states(short: torch.dtype) -> None:
         scan = (parts[0], parts[1].float(), a, x[:, :16], x[:, 16:32], d, state, batch, rows)
         states.SelectiveScan().run(*scan, parts[2])
     rate = x[:, :48]
-    states.Rates().run(rate, "softplus", dt[0], dt[0], None, dt)
-    states.Rates().run(rate, "softplus", dt[0], None, (0.0, 1.0), dt)
-    states.Rates().run(rate, "sigmoid", None, None, None, dt)
+    rates.Rates().run(rate, "softplus", dt[0], dt[0], None, dt)
+    rates.Rates().run(rate, "softplus", dt[0], None, (0.0, 1.0), dt)
+    rates.Rates().run(rate, "sigmoid", None, None, None, dt)
+    rates.Rates().run(rate, "tanh", None, None, None, dt)
     for first in (False, True):
-        states.GatedNorm().run(q, k, Norm(torch.zeros(128), 1e-6), "silu", first, v)
+        rates.GatedNorm().run(q, k, Norm(torch.zeros(128), 1e-6), "silu", first, v)
 
 
 def run_sampling() -> None:
