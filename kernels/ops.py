@@ -15,6 +15,7 @@ given, unless its documentation says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -102,6 +103,21 @@ class Ops:
         #: The adapter of each row of the next products, int32 ``[T]``, -1 for none. It is set
         #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
+        #: See :meth:`rounding`.
+        self.rounded = False
+
+    def rounding(self) -> Ops:
+        """The same operators, but products with 16-bit float weights, and attention over pages in
+        bfloat16 that is not causal and has nothing else, may round activations to bfloat16.
+
+        That is where the device multiplies bfloat16 faster than float32 (``rounded`` says so), and
+        not with ``compute="exact"``. For encoders that were trained in bfloat16, such as those of
+        images: products are summed in float32, and what is between them stays float32.
+        """
+        found = copy(self)
+        faster = self.context.backends[0].multiplies_bf16
+        found.rounded = faster and self.context.compute == "auto"
+        return found
 
     @property
     def activations(self) -> torch.dtype:
@@ -179,7 +195,7 @@ class Ops:
     ) -> tuple[Choice, Problem]:
         """The kernel for a weight of this shape; ``layout``: the weight, or its first rows."""
         problem = linear_problem(layout, self.context.compute, activation_bits)
-        problem = replace(problem, out_features=shape[0])
+        problem = replace(problem, out_features=shape[0], rounded=self.rounded)
         return self._self_check.choose(self.context.backends, problem, layout), problem
 
     def _bound(
@@ -583,7 +599,7 @@ class Ops:
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked, ahead is not None)
             others = (not causal, biases is not None, pages.latent, chunked, ahead is not None)
             has = *(x is not None for x in given), *others
-            fields = {**pages.problem(latent), "format": _ATTENTION[has]}
+            fields = {**pages.problem(latent), "format": _ATTENTION[has], "rounded": self.rounded}
             kernel = self._kernel("attention", like, **fields)
             group = batch.group
             rest = (causal, biases, chunked, *(() if ahead is None else (ahead,)))
