@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sdk.kernels.attention_checks import expect_ahead, expect_by_head, expect_heads
+from sdk.kernels.attention_checks import ATTENTION, expect_ahead, expect_by_head, expect_heads
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
@@ -45,13 +45,6 @@ from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 from sdk.kernels.state_ops import StateOps
-
-#: What ``Problem.format`` says of attention: which of these it has.
-_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked", "ahead")
-_ATTENTION = {
-    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
-    for has in product((False, True), repeat=len(_HAS))
-}
 
 
 class Ops:
@@ -103,20 +96,15 @@ class Ops:
         #: The adapter of each row of the next products, int32 ``[T]``, -1 for none. It is set
         #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
-        #: See :meth:`rounding`.
-        self.rounded = False
+        self.rounded = False  #: see :meth:`rounding`
 
     def rounding(self) -> Ops:
-        """The same operators, but products with 16-bit float weights, and attention over pages in
-        bfloat16 that is not causal and has nothing else, may round activations to bfloat16.
-
-        That is where the device multiplies bfloat16 faster than float32 (``rounded`` says so), and
-        not with ``compute="exact"``. For encoders that were trained in bfloat16, such as those of
-        images: products are summed in float32, and what is between them stays float32.
-        """
+        """The same operators; if ``rounded``, which they are where the device multiplies bfloat16
+        faster and ``compute`` is not exact, products with 16-bit float weights, and attention over
+        bfloat16 pages that is both ways and has nothing else, round their inputs to bfloat16. Sums
+        and what is between operators stay float32. For encoders of images."""
         found = copy(self)
-        faster = self.context.backends[0].multiplies_bf16
-        found.rounded = faster and self.context.compute == "auto"
+        found.rounded = self.context.multiplies_bf16
         return found
 
     @property
@@ -599,7 +587,7 @@ class Ops:
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked, ahead is not None)
             others = (not causal, biases is not None, pages.latent, chunked, ahead is not None)
             has = *(x is not None for x in given), *others
-            fields = {**pages.problem(latent), "format": _ATTENTION[has], "rounded": self.rounded}
+            fields = {**pages.problem(latent), "format": ATTENTION[has], "rounded": self.rounded}
             kernel = self._kernel("attention", like, **fields)
             group = batch.group
             rest = (causal, biases, chunked, *(() if ahead is None else (ahead,)))
