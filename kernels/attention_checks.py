@@ -1,13 +1,21 @@
-"""Checks of the arguments of attention, for all backends."""
+"""Checks of the arguments of attention, for all backends, and how its problems are named."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+
+#: What ``Problem.format`` says of attention: which of these it has.
+_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked", "ahead")
+ATTENTION = {
+    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
+    for has in product((False, True), repeat=len(_HAS))
+}
 
 
 def expect_by_head(q: Tensor, by_head: Mapping[str, Tensor | None], biases: Tensor | None) -> None:

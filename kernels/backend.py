@@ -36,6 +36,8 @@ class Problem:
     out_features: int = 0
     activation_bits: int = 8
     inputs: str = ""
+    #: Whether activations may be rounded to bfloat16: see :meth:`sdk.kernels.ops.Ops.rounding`.
+    rounded: bool = False
     dtype: str = "float32"
     head_dim: int = 0
     #: Of values, where it is not that of keys (``head_dim``).
@@ -44,7 +46,11 @@ class Problem:
 
 
 class Implementation(Protocol):
-    """One kernel for one op."""
+    """One kernel for one op.
+
+    One that ``rounds`` activations to bfloat16 has an attribute that says so, and is asked only for
+    problems that are ``rounded``.
+    """
 
     name: str
 
@@ -129,6 +135,8 @@ class Backend(Protocol):
     #: Whether the keys of a page and head are stored as ``[head_dim][page_size]``. Otherwise they
     #: are ``[page_size][head_dim]``, like the values (``KVPages``).
     keys_transposed: bool
+    #: Whether it multiplies bfloat16 faster than float32: see :meth:`sdk.kernels.ops.Ops.rounding`.
+    multiplies_bf16: bool
     #: Bytes of packed weights that are not in the memory of the device.
     offloaded: int
     #: Whether attention reads keys that all requests share only once, see

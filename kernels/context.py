@@ -167,6 +167,11 @@ class Context:
         return self._results.take(count).view(shape)
 
     @property
+    def multiplies_bf16(self) -> bool:
+        """Whether inputs of products may be in bfloat16, which is faster."""
+        return self.compute == "auto" and self.backends[0].multiplies_bf16
+
+    @property
     def backend_names(self) -> tuple[str, ...]:
         return tuple(backend.name for backend in self.backends)
 

@@ -15,12 +15,13 @@ given, unless its documentation says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sdk.kernels.attention_checks import expect_ahead, expect_by_head, expect_heads
+from sdk.kernels.attention_checks import ATTENTION, expect_ahead, expect_by_head, expect_heads
 from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.bound import BoundLinear
@@ -44,13 +45,6 @@ from sdk.kernels.rounding import Rounded, Rounding, Rows
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 from sdk.kernels.state_ops import StateOps
-
-#: What ``Problem.format`` says of attention: which of these it has.
-_HAS = ("window", "softcap", "sinks", "slopes", "both ways", "biases", "latent", "chunked", "ahead")
-_ATTENTION = {
-    has: " ".join(word for word, one in zip(_HAS, has, strict=True) if one)
-    for has in product((False, True), repeat=len(_HAS))
-}
 
 
 class Ops:
@@ -102,6 +96,16 @@ class Ops:
         #: The adapter of each row of the next products, int32 ``[T]``, -1 for none. It is set
         #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
+        self.rounded = False  #: see :meth:`rounding`
+
+    def rounding(self) -> Ops:
+        """The same operators; if ``rounded``, which they are where the device multiplies bfloat16
+        faster and ``compute`` is not exact, products with 16-bit float weights, and attention over
+        bfloat16 pages that is both ways and has nothing else, round their inputs to bfloat16. Sums
+        and what is between operators stay float32. For encoders of images."""
+        found = copy(self)
+        found.rounded = self.context.multiplies_bf16
+        return found
 
     @property
     def activations(self) -> torch.dtype:
@@ -179,7 +183,7 @@ class Ops:
     ) -> tuple[Choice, Problem]:
         """The kernel for a weight of this shape; ``layout``: the weight, or its first rows."""
         problem = linear_problem(layout, self.context.compute, activation_bits)
-        problem = replace(problem, out_features=shape[0])
+        problem = replace(problem, out_features=shape[0], rounded=self.rounded)
         return self._self_check.choose(self.context.backends, problem, layout), problem
 
     def _bound(
@@ -583,7 +587,7 @@ class Ops:
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked, ahead is not None)
             others = (not causal, biases is not None, pages.latent, chunked, ahead is not None)
             has = *(x is not None for x in given), *others
-            fields = {**pages.problem(latent), "format": _ATTENTION[has]}
+            fields = {**pages.problem(latent), "format": ATTENTION[has], "rounded": self.rounded}
             kernel = self._kernel("attention", like, **fields)
             group = batch.group
             rest = (causal, biases, chunked, *(() if ahead is None else (ahead,)))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.cpu.attention import Attention, Places
+from sdk.kernels.cpu.attention import Attention, Places, RoundedAttention
 from sdk.kernels.cpu.elementwise import (
     MAPS,
     Activate,
@@ -24,7 +24,7 @@ from sdk.kernels.cpu.elementwise import (
     TakeColumns,
 )
 from sdk.kernels.cpu.library import find_library, levels
-from sdk.kernels.cpu.packed_linear import PackedLinear
+from sdk.kernels.cpu.packed_linear import PackedLinear, RoundedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.runtime import NativeRuntime, Program
@@ -97,6 +97,7 @@ class CpuBackend:
 
     def __init__(self, runtime: NativeRuntime, offload: OnDisk | None = None) -> None:
         self.runtime = runtime
+        self.multiplies_bf16 = runtime.multiplies_bf16
         self._memory = WeightMemory(offload)
         #: Packed weights in the cache that this engine uses.
         self.mapped: WeightMap | None = None
@@ -120,6 +121,10 @@ class CpuBackend:
             "attention": (Attention(runtime),),
             "sample": (Sample(runtime),),
         }
+        if runtime.multiplies_bf16:
+            ours = self._implementations
+            ours["linear"] = (RoundedLinear(runtime, self._memory), *ours["linear"])
+            ours["attention"] = (RoundedAttention(runtime), *ours["attention"])
 
     @property
     def experts(self) -> ExpertCache | None:

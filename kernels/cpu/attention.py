@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
@@ -14,11 +16,15 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.kv_tiers import MAX_TIERS
 from sdk.kernels.lazy_torch import Tensor, torch
 
+#: Numbers of a vector of the kernels in bfloat16.
+_VECTOR = 16
+
 
 class Attention:
     """See :meth:`sdk.kernels.ops.Ops.attention`."""
 
     name = "cpu.attention"
+    rounds = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
@@ -94,8 +100,36 @@ class Attention:
             value_dim,
             pages.latent,
             0,
+            self.rounds,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
+
+
+class RoundedAttention(Attention):
+    """Attention in bfloat16: ``native/attention_bf16.hpp``."""
+
+    name = "cpu.attention_bf16"
+    rounds = True
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.format != "both ways" or problem.kv_dtype != "bfloat16":
+            return (
+                f"{problem.format or 'causal'} attention over pages of {problem.kv_dtype}: "
+                "expected both ways over bfloat16"
+            )
+        return super().reject(problem)
+
+    def run(
+        self, q: Tensor, pages: KVPages, batch: AttentionBatch, *rest: Any, **more: Any
+    ) -> None:
+        slots, width, room = pages.page_size, pages.v.shape[3], pages.v.stride(2)
+        if slots % _VECTOR or slots & (slots - 1) or room < -(-width // _VECTOR) * _VECTOR:
+            raise KernelError(
+                f"attention in bfloat16: expected pages of 16, 32, 64, ... slots whose values have "
+                f"room for whole vectors of {_VECTOR}, found {slots} slots and values of {width} "
+                f"that are {room} apart"
+            )
+        super().run(q, pages, batch, *rest, **more)
 
 
 def _by_head(name: str, values: Tensor | None, heads: int) -> Tensor | None:

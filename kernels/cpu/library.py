@@ -31,7 +31,10 @@ from sdk.kernels.cpu.library_file import foreign
 ABI_VERSION = 46
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
-LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni", "neon", "neon_dotprod", "neon_i8mm")
+LEVELS = (
+    *("portable", "avx2", "avx2_vnni", "avx512_vnni", "avx512_bf16"),
+    *("neon", "neon_dotprod", "neon_i8mm"),
+)
 
 #: Element types, with the numbers of native/abi.hpp.
 ELEMENT_TYPES = {
@@ -150,7 +153,7 @@ class Activations(Structure):
 
     _fields_ = [
         ("k_blocks", c_int64),
-        *((name, c_void_p) for name in ("values", "blocks", "residual", "words")),
+        *((name, c_void_p) for name in ("values", "blocks", "residual", "words", "bf16")),
     ]
 
 
@@ -170,7 +173,7 @@ class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
         ("out_stride", c_int64),
-        *((name, c_int32) for name in ("exact", "terms")),
+        *((name, c_int32) for name in ("exact", "terms", "rounded")),
         ("m", c_int64),
         ("act", Activations),
         *((name, c_void_p) for name in ("source", "file", "done")),

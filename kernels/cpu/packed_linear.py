@@ -146,7 +146,10 @@ class PackedLinear:
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         floats(x, "linear x")
-        self._runtime.run(OpKind.LINEAR, self._arguments(packed, x, out), x.shape[0], "linear")
+        self._runtime.run(OpKind.LINEAR, self._product(packed, x, out), x.shape[0], "linear")
+
+    def _product(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
+        return self._arguments(packed, x, out)
 
     def group(self, packed: Sequence[Packed]) -> ExpertWeights:
         weights = tuple(packed)
@@ -226,6 +229,27 @@ class PackedLinear:
 
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes
+
+
+class RoundedLinear(PackedLinear):
+    """Products in bfloat16, of 16-bit floats whose activations may be rounded to it:
+    ``native/linear_bf16.hpp``."""
+
+    rounds = True
+
+    def __init__(self, runtime: NativeRuntime, memory: WeightMemory) -> None:
+        super().__init__(runtime, memory, 32)
+        self.name = "cpu.linear_bf16"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.layout != "dense" or problem.format not in _VALUES[1:3]:
+            return f"{problem.layout} {problem.format}: expected {', '.join(_VALUES[1:3])}"
+        return None
+
+    def _product(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
+        args = self._arguments(packed, x, out)
+        args.rounded = 1
+        return args
 
 
 def _address(part: FilePart | None) -> int | None:

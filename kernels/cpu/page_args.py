@@ -47,7 +47,7 @@ class AttentionArgs(Structure):
         ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("query_tile", "split_blocks", "both_ways", "reach")),
-        *((name, c_int32) for name in ("chunked", "value_dim", "latent", "looks_ahead")),
+        *((name, c_int32) for name in ("chunked", "value_dim", "latent", "looks_ahead", "rounded")),
     ]
 
 

@@ -58,6 +58,7 @@ class NativeRuntime:
         self.library, self.num_threads = library, num_threads
         self.handle = self._open(num_threads, level)
         self.level = LEVELS[library.embedlm_runtime_level(self.handle)]
+        self.multiplies_bf16 = self.level == "avx512_bf16"
         self.recording: Program | None = None
         #: The weight that is being packed, and what its codes or values are read from.
         self._packing: tuple[tuple[Packed, Tensor], ...] = ()

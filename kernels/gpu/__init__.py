@@ -212,6 +212,7 @@ class GpuBackend:
 
     name = "gpu"
     keys_transposed = False
+    multiplies_bf16 = False
     offloaded = 0
 
     def __init__(

@@ -37,6 +37,7 @@ class ReferenceBackend:
     keys_transposed = True
     offloaded = 0
     shares_keys = False
+    multiplies_bf16 = False
     captures = False
 
     @cached_property

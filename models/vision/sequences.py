@@ -76,8 +76,9 @@ def sequence_batch(
 
 
 def sequence_pages(pages: int, page_size: int, heads: int, head_dim: int, ops: Ops) -> KVPages:
-    """Empty pages: float32 on a CPU, where 16 bits would be converted for each use."""
-    dtype = ops.activations
+    """Empty pages: float32 on a CPU, where 16 bits would be converted for each use, but bfloat16
+    where that is multiplied."""
+    dtype = torch.bfloat16 if ops.rounded else ops.activations
     kind = KV_TYPES[str(dtype).removeprefix("torch.")]
     shape = (pages, heads, page_size, head_dim)
     if ops.keys_transposed:

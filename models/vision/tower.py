@@ -109,12 +109,21 @@ def build_tower(
     own = family(next(name for name, module in FAMILIES.items() if module == facts.family))
     assert own is not None
     layers = _layers(facts.tower)
+    if not _in_float32(checkpoint):
+        ops = ops.rounding()
     rules = Architecture(layers.model_type, layer=own.layer)
     view = VisionTensors(checkpoint)
     with one_mode():
         kind = ClippedSource if facts.clipped else Source
         source = kind(view, layers, Mesh(), ops, layers.max_position, shared=shared, own=rules)
         return Tower(source, facts, own)
+
+
+def _in_float32(checkpoint: Checkpoint) -> bool:
+    """Whether a matrix of a layer is stored in float32, so that less would lose what it has."""
+    layers = f"{VISION_ROOT}layers."
+    every = (entry for entry in checkpoint.entries() if entry.name.startswith(layers))
+    return any(entry.format == "F32" and len(entry.shape) == 2 for entry in every)
 
 
 def _layers(tower: EncoderSpec) -> ModelConfig:

@@ -101,6 +101,7 @@ def test_the_file_of_lfm2_has_the_tower_of_its_folder(tmp_path: Path, ops: Ops) 
         weight=own.weight,
         tensor=own.tensor,
         has=own.has,
+        entries=own.entries,
     )
     tower = build_tower(view, Mesh(), ops)
     folder = build_tower(open_checkpoint(tmp_path / "folder"), Mesh(), ops)

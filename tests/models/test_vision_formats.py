@@ -151,3 +151,39 @@ def test_a_tower_in_fp8_has_the_values_that_its_scales_say(tmp_path: Path, ops: 
                 codes = (values / scale).to(torch.float8_e4m3fn).float()
                 values.copy_(codes * scale.to(torch.bfloat16).float())
     assert worst(oracle, tmp_path, ops) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "mistral3", "internvl", "qwen3_vl"])
+def test_rounded_towers_are_closer_to_float32_than_transformers_in_bfloat16(
+    name: str, kind: torch.dtype, tmp_path: Path
+) -> None:
+    """Also on a CPU that does not multiply bfloat16, where nothing is rounded."""
+    vision_model(name).to(kind).save_pretrained(tmp_path)
+    auto = transformers.AutoModelForImageTextToText
+    exact = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    half = auto.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ops = Ops(num_threads=2)
+    tower = build_tower(open_checkpoint(tmp_path), Mesh(), ops)
+    assert tower is not None and tower.ops.rounded == ops.rounding().rounded
+    side = tower.config.patch * (tower.config.tile_side if tower.config.one_size else 10)
+    images = [image(tower.config, [(side, side)], seed) for seed in (1, 2)]
+    found = encode(tower, images)
+    for own, expected, theirs in zip(
+        found,
+        expected_rows(exact, tower.config, images),
+        expected_rows(half, tower.config, images),
+        strict=True,
+    ):
+        assert (own - expected).norm() <= (theirs.float() - expected).norm()
+    for picture, rows in zip(images, found, strict=True):
+        assert torch.equal(encode(tower, [picture], layers=1)[0], rows)
+    ops.close()
+
+
+def test_a_tower_in_float32_is_not_rounded(tmp_path: Path) -> None:
+    vision_model("gemma3").save_pretrained(tmp_path)
+    ops = Ops(num_threads=1)
+    tower = build_tower(open_checkpoint(tmp_path), Mesh(), ops)
+    assert tower is not None and not tower.ops.rounded
+    ops.close()

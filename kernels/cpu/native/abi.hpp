@@ -90,6 +90,9 @@ struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
     void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
+    // Inputs in bfloat16 (linear_bf16.hpp, attention_bf16.hpp); null: the level has none.
+    void (*linear_bf16)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
+    void (*attention_bf16)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*activation)(const ActivationArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);

@@ -88,6 +88,7 @@ struct AttentionArgs {
     int32_t value_dim;      // of a value; head_dim is that of a query and a key
     int32_t latent;         // a value is the first value_dim numbers of its key: both sides are those of keys
     int32_t looks_ahead;    // whether some token of this step sees tokens behind it; set by plan_attention
+    int32_t rounded;        // queries and weights are multiplied in bfloat16 (attention_bf16.hpp)
 };
 
 // Writes a page as one of another type; both are mixed. One row for each slot of each head of each

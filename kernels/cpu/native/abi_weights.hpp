@@ -205,6 +205,7 @@ struct Activations {
     Q8Block* blocks;     // [M][terms][k_blocks]
     uint32_t* residual;  // [M][k panels]: a bit for each block of the panel that has a second term
     int16_t* words;  // [M][terms][k_blocks][32]: codes of blocks, of each four 0, 2, 1, 3; may be null
+    uint16_t* bf16;  // [M][bf16_row(k)]: activations rounded to bfloat16, then zeros; else null
 };
 
 struct LinearArgs {
@@ -214,6 +215,7 @@ struct LinearArgs {
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
     int32_t terms;    // 2: blocks that 8 bits fit badly are sums of two Q8Blocks
+    int32_t rounded;  // activations and 16-bit weights are multiplied in bfloat16, where the level can
     int64_t m;        // rows; set by the runtime
     Activations act;  // set by the runtime
     const int32_t* source;  // row m is row source[m] of x; null: row m

@@ -46,7 +46,7 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
         plan.work += s.tokens * a->context_len[r] * a->heads * (a->head_dim + a->value_dim) / 2;
     }
     // Without items longer than a thread's share no thread waits; with enough requests none is split.
-    if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
+    if (threads > 1 && !a->rounded && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
         const int64_t share = blocks / (threads * kItemsPerThread);
         a->split_blocks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
     }

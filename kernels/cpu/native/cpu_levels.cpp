@@ -87,6 +87,7 @@ int cpu_levels() {
     if (avx2) levels |= 1 << kAvx2;
     if (avx2 && seven_one.a >> 4 & 1) levels |= 1 << kAvx2Vnni;
     if (avx512) levels |= 1 << kAvx512Vnni;
+    if (avx512 && seven_one.a >> 5 & 1) levels |= 1 << kAvx512Bf16;
 #elif defined(__aarch64__)
     levels |= 1 << kNeon;
     if (has_dotprod()) levels |= 1 << kNeonDotprod;

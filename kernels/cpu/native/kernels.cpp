@@ -13,7 +13,7 @@ extern "C" {
 extern const KernelTable OF_LEVEL(kernels);
 const KernelTable OF_LEVEL(kernels) = {
     LEVEL::kWideInWords > 0,
-    OF_LEVEL(quantize), OF_LEVEL(linear_int), OF_LEVEL(linear_float), LEVEL::norm,
+    OF_LEVEL(quantize), OF_LEVEL(linear_int), OF_LEVEL(linear_float), nullptr, nullptr, LEVEL::norm,
     LEVEL::activation, LEVEL::map, LEVEL::gate, LEVEL::rope, OF_LEVEL(attention),
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
     LEVEL::conv, LEVEL::delta, LEVEL::space, LEVEL::rates, LEVEL::gated_norm,

@@ -15,4 +15,6 @@ void OF_LEVEL(attention)(const AttentionArgs* a, const ItemRange* items, uint8_t
 void OF_LEVEL(quantize)(const LinearArgs* a, int64_t m_begin, int64_t m_end);
 void OF_LEVEL(linear_int)(const LinearArgs* a, const ItemRange* strips, uint8_t* scratch);
 void OF_LEVEL(linear_float)(const LinearArgs* a, const ItemRange* strips, uint8_t* scratch);
+void OF_LEVEL(linear_bf16)(const LinearArgs* a, const ItemRange* strips, uint8_t* scratch);
+void OF_LEVEL(attention_bf16)(const AttentionArgs* a, const ItemRange* items, uint8_t* scratch);
 }

@@ -11,10 +11,11 @@ enum Level {
     kAvx2 = 1,
     kAvx2Vnni = 2,
     kAvx512Vnni = 3,
-    kNeon = 4,
-    kNeonDotprod = 5,
-    kNeonI8mm = 6,
-    kLevelCount = 7
+    kAvx512Bf16 = 4,
+    kNeon = 5,
+    kNeonDotprod = 6,
+    kNeonI8mm = 7,
+    kLevelCount = 8
 };
 static_assert(kLevelCount < 31, "available_levels has a bit for each");
 

@@ -10,12 +10,15 @@ enum {
     kFloatPanelDepth = 128,  // the same for fp32 values, in k
     kPassBytes = 393216,     // activations of one pass over the weights, within the second-level cache
     kPassRows = 24,          // rows of x go through the weights in multiples of this
+    kBf16Depth = 256,        // k of pairs of weights in bfloat16 in the first-level cache
+    kBf16PassBytes = 655360, // activations in bfloat16 of one pass
 };
 static_assert(kPanelBlocks <= 32, "Activations::residual has one bit per block of a k panel");
 static_assert(kPanelBlocks * (kTileDepth + 2 * (int)sizeof(float)) * kStripRows <= 32 * 1024,
               "expanded codes, scales and minima of a strip's k panel fit a 32 KiB cache");
 static_assert(kFloatPanelDepth % kTileDepth == 0, "float panels dequantize whole k blocks");
 static_assert(kFloatPanelDepth * kStripRows * (int)sizeof(float) <= 32 * 1024, "they fit it too");
+static_assert(kBf16Depth * kStripRows * (int)sizeof(uint16_t) <= 32 * 1024, "they fit it too");
 static_assert(kPassRows % 8 == 0, "a pass is whole groups of 8, 4 and 2 rows of x");
 static_assert(kStripRows * sizeof(float) % kCacheLine == 0, "the parts of the scratch stay aligned");
 static_assert(kTileDepth * 255 * 127 * 2 < 1 << 24, "integer sums of a block convert to float exactly");
@@ -34,6 +37,9 @@ static inline bool in_quantized_floats(const LinearArgs& args) {
     return !in_integers(args) && args.w->scheme.codes != kUnquantized;
 }
 
+// Numbers from one row of activations in bfloat16 to the next: whole cache lines.
+static inline int64_t bf16_row(int64_t k) { return (k + 31) / 32 * 32; }
+
 // Whether operands of the product are codes of 8 bits: plain ones, or the entries of a table.
 static inline bool wide_codes(const Weight& w) { return w.bits == 8 || w.table; }
 
@@ -48,6 +54,7 @@ static inline bool takes_words(const LinearArgs& args, bool words) {
 }
 
 static inline size_t activation_bytes(const LinearArgs& args, bool words) {
+    if (args.rounded) return (size_t)(args.m * bf16_row(args.w->k)) * sizeof(uint16_t);
     if (in_quantized_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
     const int64_t blocks = args.m * args.terms * args.w->k_blocks;
     const int64_t flags = args.terms == 2 ? args.m * panels_of(args.w->k_blocks) : 0;
@@ -59,6 +66,7 @@ static inline size_t activation_bytes(const LinearArgs& args, bool words) {
 static inline void place_activations(LinearArgs* args, uint8_t* at, bool words) {
     args->act.k_blocks = args->w->k_blocks;
     args->act.values = in_quantized_floats(*args) ? (float*)at : nullptr;
+    args->act.bf16 = args->rounded ? (uint16_t*)at : nullptr;
     args->act.blocks = (Q8Block*)at;
     args->act.residual = (uint32_t*)(at + q8_bytes(*args));
     const int64_t flags = args->terms == 2 ? args->m * panels_of(args->w->k_blocks) : 0;
@@ -72,7 +80,8 @@ static inline LinearArgs rows_of(const LinearArgs& args, int64_t first, int64_t 
     part.m = end - first;
     part.out += first * args.out_stride;
     if (!in_integers(args)) {
-        if (args.act.values) part.act.values += first * args.w->k;
+        if (args.act.bf16) part.act.bf16 += first * bf16_row(args.w->k);
+        else if (args.act.values) part.act.values += first * args.w->k;
         else part.x += first * args.w->k;
         return part;
     }
@@ -98,6 +107,18 @@ static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
     int64_t rows = kPassBytes / row_bytes / kPassRows * kPassRows;
     if (rows < kPassRows) rows = kPassRows;
     return rows < m ? rows : m;
+}
+
+// The same for rows in bfloat16, in passes of equal length. The CPUs that multiply them have 1 MiB of
+// second-level cache, and each pass turns the weights into pairs.
+static inline int64_t bf16_pass(int64_t m, int64_t k) {
+    const int64_t most = kBf16PassBytes / (bf16_row(k) * 2), least = most < kPassRows ? (int64_t)kPassRows : most;
+    const int64_t passes = (m + least - 1) / least;
+    return passes ? ((m + passes - 1) / passes + 7) / 8 * 8 : 0;
+}
+
+static inline size_t bf16_private_bytes(const Weight& w, int64_t m) {
+    return (size_t)bf16_pass(m, w.k) * kStripRows * 4 + (size_t)kBf16Depth * kStripRows * 2;
 }
 
 // Running sums of a pass, then scales and minima and expanded codes, or values as floats.

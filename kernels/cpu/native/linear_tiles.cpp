@@ -21,7 +21,9 @@ int64_t linear_items(const LinearArgs& args, int threads) {
 
 void linear_tiles(const KernelTable& kernels, const LinearArgs& args, int threads,
                   const ItemRange& share, uint8_t* scratch) {
-    const auto kernel = in_integers(args) ? kernels.linear_int : kernels.linear_float;
+    const auto kernel = args.rounded        ? kernels.linear_bf16
+                        : in_integers(args) ? kernels.linear_int
+                                            : kernels.linear_float;
     const int64_t groups = row_groups(args, threads), strips = strips_of(*args.w);
     for (int64_t at = share.begin; at < share.end;) {
         const int64_t group = at / strips, first = group * strips, next = first + strips;

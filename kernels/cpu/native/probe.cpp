@@ -199,6 +199,7 @@ PeakLoop peak_loop(int level, int bits) {
 #endif
     switch (level) {
 #if defined(WITH_AVX512_VNNI)
+        case kAvx512Bf16:
         case kAvx512Vnni: return {loop_avx512_vnni, 16 * 64 * 2.0};
 #endif
 #if defined(WITH_AVX2_VNNI)

@@ -10,7 +10,7 @@ namespace {
 
 bool same_quantization(const LinearArgs& a, const LinearArgs& b) {
     const ActivationScheme &p = a.w->scheme, &q = b.w->scheme;
-    return in_integers(a) == in_integers(b) && a.terms == b.terms &&
+    return in_integers(a) == in_integers(b) && a.terms == b.terms && a.rounded == b.rounded &&
            (wide_codes(*a.w) || !wide_codes(*b.w)) && p.codes == q.codes &&
            p.rule == q.rule && p.bits == q.bits && p.symmetric == q.symmetric &&
            p.group == q.group && p.scale == q.scale && p.zero == q.zero &&

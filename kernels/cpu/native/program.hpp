@@ -61,7 +61,7 @@ struct Op {
 };
 
 // Whether activations are quantized before the product.
-inline bool quantizes(const LinearArgs& args) { return in_integers(args) || in_quantized_floats(args); }
+inline bool quantizes(const LinearArgs& args) { return in_integers(args) || in_quantized_floats(args) || args.rounded; }
 
 inline bool quantizes(const Op& op) { return op.kind == kOpLinear && quantizes(op.linear); }
 

@@ -61,11 +61,20 @@ static void widen(const Q8Block* from, int64_t blocks, int16_t* to) {
         }
 }
 
+static void round_row(const float* x, int64_t k, uint16_t* to) {
+    for (int64_t i = 0; i < k; ++i) to[i] = float_to_bf16(x[i]);
+    memset(to + k, 0, (size_t)(bf16_row(k) - k) * sizeof *to);
+}
+
 static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks;
     float padded[kTileDepth];
     for (int64_t m = m_begin; m < m_end; ++m) {
         const float* x = args->x + (args->source ? args->source[m] : m) * k;
+        if (args->act.bf16) {
+            round_row(x, k, args->act.bf16 + m * bf16_row(k));
+            continue;
+        }
         if (args->act.values) {
             quantize_to_floats(args->w->scheme, x, k, args->act.values + m * k);
             continue;

@@ -105,7 +105,7 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
            a.value_dim == b.value_dim && a.latent == b.latent && a.page_size == b.page_size &&
            a.num_levels == b.num_levels && a.both_ways == b.both_ways && a.chunked == b.chunked &&
-           a.ahead == b.ahead;
+           a.ahead == b.ahead && a.rounded == b.rounded;
 }
 
 void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed : *bytes; }
@@ -227,7 +227,8 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
             LinearArgs& args = op->linear;
             args.m = n;
             note_file_part(&args);
-            at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
+            at_least(&needs->each_thread, args.rounded ? bf16_private_bytes(*args.w, args.m)
+                                                       : linear_private_bytes(*args.w, args.m, args.exact != 0));
             if (quantizes(args)) at_least(&needs->activations, activation_bytes(args, kernels->wide_in_words));
             break;
         }
@@ -458,7 +459,11 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
             release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
-        case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
+        case kOpAttention: {
+            const auto kernel = op.attention.rounded ? kernels->attention_bf16 : kernels->attention;
+            kernel(&op.attention, &share, scratch);
+            break;
+        }
         case kOpConv: kernels->conv(&op.conv, share.begin, share.end, scratch); break;
         case kOpDelta: kernels->delta(&op.delta, share.begin, share.end, scratch); break;
         case kOpSpace: kernels->space(&op.space, share.begin, share.end, scratch); break;
