@@ -1,5 +1,5 @@
-// Packs codes into tiles and back, and gathers single rows as floats. Compiled for the baseline: moving
-// words, and loops that the compiler vectorizes with SSE2, already make packing memory-bound.
+// Packs codes into tiles and back, and gathers single rows as floats. Compiled for the baseline, with
+// vectors of 16 bytes.
 #include "pack.hpp"
 
 #include <math.h>
@@ -63,7 +63,7 @@ static_assert(block_bits(kQ5K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 8 + kQuan
 static_assert(block_bits(kQ6K, 0).nbytes == kQuantBlock / 2 + kQuantBlock / 4 + 16 + 2, "block_q6_K");
 
 // The tiles of a row block of a k-quant with this many low and high bits per code. The bits of 32 codes
-// are in 32 bytes, so codes move in words of four: three times as fast as one byte per code on the way.
+// are in 32 bytes.
 template <int LOW, int HIGH>
 void pack_k_tiles(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
     const Tiles tiles = tiles_of(&w, b);
@@ -71,31 +71,9 @@ void pack_k_tiles(const Weight& w, int64_t b, const uint8_t* const* rows, int co
     for (int64_t t = 0; t < w.k_blocks; ++t, tile += tiles.step) {
         const BlockBits bits = block_bits(w.source, (int)(t % 8) * kTileDepth);
         const int64_t at = t / 8 * bits.nbytes;
-        if (count < kTileRows) memset(tile, 0, (LOW + HIGH) * kTileBytesPerBit);
-        for (int r = 0; r < count; ++r) {
-            uint32_t low[8], word;
-            uint8_t* to = tile + 4 * r;
-            memcpy(low, rows[r] + at + bits.low_byte, sizeof low);
-            for (int j = 0; j < 8; ++j)
-                low[j] = low[j] >> bits.low_shift & (LOW == 4 ? 0x0f0f0f0fu : 0x03030303u);
-            for (int i = 0; i < LOW; ++i) {
-                if (LOW == 4) word = low[i] | low[i + 4] << 4;
-                else word = low[i] | low[i + 2] << 2 | low[i + 4] << 4 | low[i + 6] << 6;
-                memcpy(to + 64 * i, &word, 4);
-            }
-            if constexpr (HIGH > 0) {
-                to += LOW * kTileBytesPerBit;
-                uint32_t high[8];
-                memcpy(high, rows[r] + at + bits.high_byte, sizeof high);
-                for (int j = 0; j < 8; ++j)
-                    high[j] = high[j] >> bits.high_shift & (HIGH == 2 ? 0x03030303u : 0x01010101u);
-                for (int i = 0; i < HIGH; ++i) {
-                    word = 0;
-                    for (int j = i; j < 8; j += HIGH) word |= high[j] << j / HIGH * HIGH;
-                    memcpy(to + 64 * i, &word, 4);
-                }
-            }
-        }
+        pack_plane<LOW>(rows, count, at + bits.low_byte, bits.low_shift, tile);
+        if constexpr (HIGH > 0)
+            pack_plane<HIGH>(rows, count, at + bits.high_byte, bits.high_shift, tile + LOW * kTileBytesPerBit);
     }
 }
 

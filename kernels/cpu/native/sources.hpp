@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-#include "abi.hpp"
+#include "turn.hpp"
 
 namespace {
 
@@ -76,57 +76,64 @@ uint32_t every_fourth(uint32_t x) {
 // One tile from the blocks `rows[0..count)`, all of them at byte `at` of their rows.
 void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* const* rows, int count,
                  int64_t at, uint8_t* tile) {
-    const int words = bits == 8 ? 8 : 4;
+    if (bits == 8) {
+        move_words(rows, count, at + kind.codes, flip, tile);
+        move_words(rows, count, at + kind.codes + 16, flip, tile + 4 * 64);
+        return;
+    }
+    move_words(rows, count, at + kind.codes, 0, tile);
+    if (!kind.fifth) return;
+    if (count < kTileRows) memset(tile + 256, 0, 64);
     for (int r = 0; r < count; ++r) {
-        const uint8_t* block = rows[r] + at;
-        uint32_t quads[8];
-        memcpy(quads, block + kind.codes, (size_t)words * 4);
-        for (int j = 0; j < words; ++j) {
-            quads[j] ^= flip;
-            memcpy(tile + 64 * j + 4 * r, &quads[j], 4);
-        }
-        if (!kind.fifth) continue;
         uint32_t fifth;
-        memcpy(&fifth, block + kind.fifth, 4);
+        memcpy(&fifth, rows[r] + at + kind.fifth, 4);
         for (int t = 0; t < 4; ++t)
             tile[256 + 4 * r + t] = (uint8_t)every_fourth(fifth >> t);
     }
 }
 
-// The scale of tile t of one row, with super scale and minimum; null: a padding row.
-void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, int r,
-                     const uint8_t* row) {
-    const int64_t at = (b * w.groups + t) * kTileRows + r;
-    const uint8_t* p = row ? row + t / kind.tiles * kind.nbytes : nullptr;
-    if (w.source == kIQ4XS) {  // d, the high 2 bits of eight scales, their low 4 bits; minus 32
-        const int g = (int)(t % kind.tiles);
-        const int low = p ? p[4 + g / 2] >> g % 2 * 4 & 15 : 0;
-        const int high = p ? half_at(p + 2) >> 2 * g & 3 : 2;
-        ((int8_t*)const_cast<void*>(w.scale))[at] = (int8_t)((low | high << 4) - 32);
-        if (g == 0)
-            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kTileRows + r] =
-                p ? half_at(p) : 0;
+// One float16 of each row, XOR `flip`; 0 in the rows from `count` on.
+void move_halves(const uint8_t* const* rows, int count, int64_t at, uint16_t flip, uint16_t* to) {
+    for (int r = 0; r < count; ++r) to[r] = half_at(rows[r] + at) ^ flip;
+    for (int r = count; r < kTileRows; ++r) to[r] = 0;
+}
+
+// The scales of iq4_xs in tile t: d, the high 2 bits of eight scales, their low 4 bits; minus 32.
+void move_xs_scales(const uint8_t* const* rows, int count, int64_t at, int g, int8_t* to) {
+    for (int r = 0; r < count; ++r) {
+        const uint8_t* p = rows[r] + at;
+        to[r] = (int8_t)(((p[4 + g / 2] >> g % 2 * 4 & 15) | (half_at(p + 2) >> 2 * g & 3) << 4) - 32);
+    }
+    for (int r = count; r < kTileRows; ++r) to[r] = 0;
+}
+
+// The scales of tile t, with super scales and minima; 0 in the rows from `count` on.
+void pack_tile_scales(const Weight& w, const Legacy& kind, int64_t b, int64_t t, const uint8_t* const* rows,
+                      int count) {
+    const int64_t to = (b * w.groups + t) * kTileRows, at = t / kind.tiles * kind.nbytes;
+    void* const scale = const_cast<void*>(w.scale);
+    if (w.source == kIQ4XS) {
+        move_xs_scales(rows, count, at, (int)(t % kind.tiles), (int8_t*)scale + to);
+        uint16_t* const supers = (uint16_t*)const_cast<void*>(w.super_scale);
+        if (t % kind.tiles == 0) move_halves(rows, count, at, 0, supers + (b * w.supers + t / 8) * kTileRows);
     } else if (w.source == kMXFP4) {
-        ((uint8_t*)const_cast<void*>(w.scale))[at] = p ? p[0] : 0;
+        for (int r = 0; r < kTileRows; ++r) ((uint8_t*)scale)[to + r] = r < count ? rows[r][at] : 0;
     } else {
-        ((uint16_t*)const_cast<void*>(w.scale))[at] = p ? half_at(p) : 0;
+        move_halves(rows, count, at, 0, (uint16_t*)scale + to);
     }
     if (w.minus)  // the file adds what the kernels subtract
-        ((uint16_t*)const_cast<void*>(w.minus))[at] = p ? half_at(p + kind.minus) ^ 0x8000 : 0;
+        move_halves(rows, count, at + kind.minus, 0x8000, (uint16_t*)const_cast<void*>(w.minus) + to);
 }
 
 // Codes and scales of one row block; rows beyond `count` become zeros.
 void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
     const Legacy kind = legacy_of(w.source);
-    const int64_t tile = (int64_t)w.bits * 64;
     const uint32_t flip = w.flip ? 0x80808080u : 0;
     const Tiles tiles = tiles_of(&w, b);
     uint8_t* codes = tiles.first;
     for (int64_t t = 0; t < w.k_blocks; ++t, codes += tiles.step) {
-        if (count < kTileRows) memset(codes, 0, (size_t)tile);
         legacy_tile(kind, w.bits, flip, rows, count, tile_at(kind, t), codes);
-        for (int r = 0; r < kTileRows; ++r)
-            pack_tile_scale(w, kind, b, t, r, r < count ? rows[r] : nullptr);
+        pack_tile_scales(w, kind, b, t, rows, count);
     }
 }
 
@@ -158,19 +165,33 @@ void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
     }
 }
 
-// The scales and minima inside one k-quant block, 16 rows interleaved.
-void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
-    if (source == kQ2K || source == kQ6K) {
-        const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
-        for (int g = 0; g < 16; ++g) scale[g * kTileRows] = bytes[g];
-    } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
-        for (int g = 0; g < 4; ++g) {
-            const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
-            scale[g * kTileRows] = (uint8_t)(low & 63);
-            minus[g * kTileRows] = (uint8_t)(mid & 63);
-            scale[(g + 4) * kTileRows] = (uint8_t)((high & 15) | low >> 6 << 4);
-            minus[(g + 4) * kTileRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
+// The scales and minima inside a k-quant block of 16 rows, those from `count` on being 0.
+void inner_scales(int source, const uint8_t* const* rows, int count, int64_t at, uint8_t* scale, uint8_t* minus) {
+    if (source == kQ2K || source == kQ6K) {  // 16 bytes
+        Bytes of[kTileRows];
+        for (int r = 0; r < kTileRows; ++r) of[r] = load_row(rows, count, r, at + (source == kQ6K ? 192 : 0));
+        turn_bytes(of);
+        memcpy(scale, of, sizeof of);
+        return;
+    }
+    // d and dmin, then 6 bits each: scales 0..3, minima 0..3, the low bits of the rest; their high bits are above
+    // those of the first four.
+    Bytes first[2][4], rest[2][4];  // of scales and of minima
+    for (int q = 0; q < 4; ++q) {
+        Words of[4];
+        for (int r = 0; r < 4; ++r) of[r] = (Words)load_row(rows, count, 4 * q + r, at);
+        turn_words(of);
+        for (int kind = 0; kind < 2; ++kind) {
+            first[kind][q] = (Bytes)(of[1 + kind] & 0x3f3f3f3fu);
+            rest[kind][q] = (Bytes)((of[3] >> 4 * kind & 0x0f0f0f0fu) | (of[1 + kind] >> 2 & 0x30303030u));
         }
+    }
+    for (int kind = 0; kind < 2; ++kind) {
+        uint8_t* const to = kind ? minus : scale;
+        turn_bytes(first[kind]);
+        turn_bytes(rest[kind]);
+        memcpy(to, first[kind], sizeof first[kind]);
+        memcpy(to + 4 * kTileRows, rest[kind], sizeof rest[kind]);
     }
 }
 
@@ -185,22 +206,15 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
     uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
     uint16_t* super_scale = (uint16_t*)const_cast<void*>(w.super_scale) + b * supers;
     uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
-    if (six || count < kTileRows) memset(scale, 0, (size_t)groups);
-    if (count < kTileRows) {
-        if (minus) memset(minus, 0, (size_t)groups);
-        memset(super_scale, 0, (size_t)supers * 2);
-        if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
-    }
+    if (six) memset(scale, 0, (size_t)groups);
     for (int64_t block = 0; block < w.supers; ++block) {
-        for (int r = 0; r < count; ++r) {
-            const uint8_t* p = rows[r] + block * nbytes;
-            if (six) six_bit_scales(p, r, scale + block * step);
-            else
-                inner_scales(w.source, p, scale + block * step + r,
-                             minus ? minus + block * step + r : nullptr);
-            super_scale[block * kTileRows + r] = half_at(p + at.scale);
-            if (at.minus) super_minus[block * kTileRows + r] = half_at(p + at.minus);
-        }
+        const int64_t from = block * nbytes;
+        if (six)
+            for (int r = 0; r < count; ++r) six_bit_scales(rows[r] + from, r, scale + block * step);
+        else
+            inner_scales(w.source, rows, count, from, scale + block * step, minus ? minus + block * step : nullptr);
+        move_halves(rows, count, from + at.scale, 0, super_scale + block * kTileRows);
+        if (at.minus) move_halves(rows, count, from + at.minus, 0, super_minus + block * kTileRows);
     }
 }
 
