@@ -29,8 +29,10 @@ assert sys.platform != "win32" and sys.platform != "darwin"
 #: Of <sys/mman.h> and <sys/prctl.h>, which Python does not name, or only from some release on:
 #: MADV_POPULATE_WRITE is of Linux 5.14.
 _POPULATE_WRITE, _NO_RESERVE, _DEATH_SIGNAL = 23, 0x4000, 1
-#: Without these a process could cut the file, and reading it would end another one.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Of <linux/fcntl.h>; a Python that was compiled where glibc is older than 2.27 lacks the names.
+#: Without these seals (no further ones, no cut, no growth) a process could cut the file, and
+#: reading it would end another one.
+_ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 1 | 2 | 4
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 #: File systems that keep their files in memory.
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -41,7 +43,7 @@ class Linux(Posix):
 
     name = "Linux"
     can_fork = True
-    can_seal = True
+    can_seal = hasattr(os, "memfd_create")  # not in such a Python
     can_discard = True
 
     def available_ram(self) -> int:
@@ -147,6 +149,10 @@ class Linux(Posix):
 
     @contextlib.contextmanager
     def hidden_file(self, text: str) -> Iterator[str]:
+        if not self.can_seal:
+            with super().hidden_file(text) as name:
+                yield name
+            return
         with os.fdopen(os.memfd_create("embedlm-text"), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -156,14 +162,14 @@ class Linux(Posix):
         file = os.memfd_create("embedlm-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, nbytes)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(file, _ADD_SEALS, _SEALS)
         except BaseException:
             os.close(file)
             raise
         return file
 
     def is_sealed(self, file: int) -> bool:
-        return fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(file, _GET_SEALS) & _SEALS == _SEALS
 
     def take_lease(self, file: int) -> str:
         try:

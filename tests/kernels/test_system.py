@@ -140,7 +140,7 @@ def test_processes_that_a_system_cannot_start_are_refused_by_option(
 
 def test_shared_memory_that_a_system_lacks_is_refused_by_name(plain: Services) -> None:
     for make in (SharedMemoryConnector, SharedMemoryListener):
-        with pytest.raises(RequestError, match="needs Linux, this is Another system: use Tcp"):
+        with pytest.raises(RequestError, match="this is Another system: use TcpConn"):
             make()
     assert why_not_shared() == "Another system has no folder in memory that ranks could share"
 
@@ -157,6 +157,36 @@ def test_what_a_system_lacks_is_an_error_with_its_name(plain: Services) -> None:
             call()
     assert plain.take_lease(0) == "Another system has no leases on files"
     assert plain.lease_seconds() == 0.0
+
+
+#: What Python lacks where it was compiled with a glibc from before 2.27, as cx_Freeze's is.
+OLD_PYTHON = """
+import fcntl, os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:]
+for module in (fcntl, os):
+    for name in dir(module):
+        if name.startswith(("memfd_", "MFD_", "F_SEAL_", "F_ADD_SEALS", "F_GET_SEALS")):
+            delattr(module, name)
+from sdk import LLM, RequestError
+from sdk.cluster.transfer.shared_memory import SharedMemoryListener
+from sdk.kernels.system import SYSTEM
+with SYSTEM.hidden_file("a secret") as name:
+    print(Path(name).read_text())
+try:
+    SharedMemoryListener()
+except RequestError as error:
+    print(error)
+"""
+
+
+def test_a_python_without_memory_files_runs_everything_else() -> None:
+    command = [sys.executable, "-c", OLD_PYTHON, *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[0] == "a secret"
+    assert "needs Linux and a Python with os.memfd_create, this is" in told[1]
 
 
 def test_a_python_of_32_bits_is_refused_in_one_line() -> None:

@@ -303,8 +303,8 @@ def _mapped(file: int, magic: bytes, size: int) -> memoryview:
 def _check_system() -> None:
     if not SYSTEM.can_seal:
         raise RequestError(
-            f"shared memory between engines needs Linux, this is {SYSTEM.name}: use TcpConnector "
-            "and TcpListener"
+            "shared memory between engines needs Linux and a Python with os.memfd_create, this is "
+            f"{SYSTEM.name}: use TcpConnector and TcpListener"
         )
 
 
