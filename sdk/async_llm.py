@@ -17,9 +17,9 @@ from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.llm import LLM
 from sdk.requests.async_stream import AnswerStream
-from sdk.requests.pooling_methods import AsyncPoolingMethods
-from sdk.requests.prompt_kinds import Message
-from sdk.requests.prompts import PromptLike
+from sdk.requests.pooling.methods import AsyncPoolingMethods
+from sdk.requests.prompts.kinds import Message
+from sdk.requests.prompts.reader import PromptLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -24,9 +24,9 @@ from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.requests.generation_methods import GenerationMethods
 from sdk.requests.job_runner import JobRunner, Stepping
-from sdk.requests.pooling_methods import AsyncPoolingMethods, PoolingMethods
-from sdk.requests.prompt_kinds import Message
-from sdk.requests.prompts import Prompt, PromptLike, is_conversation
+from sdk.requests.pooling.methods import AsyncPoolingMethods, PoolingMethods
+from sdk.requests.prompts.kinds import Message
+from sdk.requests.prompts.reader import Prompt, PromptLike, is_conversation
 from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others come with a model
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others com
     from sdk.loading.quant_report import QuantReport
     from sdk.memory.plan import MemoryPlan
     from sdk.models.config import ModelConfig
-    from sdk.requests.pooling import PoolingRequests
+    from sdk.requests.pooling.calls import PoolingRequests
     from sdk.requests.served import Served
 
 

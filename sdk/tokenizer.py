@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
-from sdk.requests.prompt_kinds import ONLY_ONE
+from sdk.requests.prompts.kinds import ONLY_ONE
 
 
 class Encoding(dict[str, Any]):

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sdk.images.processors import image_processor
 from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
-from sdk.requests.prompt_images import ImageReader
-from sdk.requests.prompts import PromptReader
+from sdk.requests.prompts.images import ImageReader
+from sdk.requests.prompts.reader import PromptReader
 from tests.text.known_templates import GEMMA3
 
 _ENDS = ("bos_token", "eos_token")

@@ -126,7 +126,7 @@ def _sampling_fields() -> Iterable[str]:
 
 
 def _chat_fields() -> Iterable[str]:
-    return _fields("sdk.requests.prompt_kinds", "ChatOptions")
+    return _fields("sdk.requests.prompts.kinds", "ChatOptions")
 
 
 def _fields(module: str, name: str) -> Iterable[str]:

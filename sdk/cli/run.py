@@ -347,8 +347,8 @@ def _command(line: str) -> str:
 def _is_longer(llm: LLM, turn: list[Message], num_tokens: int) -> bool:
     """Whether a conversation has more tokens than that, so that its oldest turns were dropped."""
     from sdk.api.params import SamplingParams
-    from sdk.requests.prompt_images import image_parts
-    from sdk.requests.prompt_kinds import ChatOptions
+    from sdk.requests.prompts.images import image_parts
+    from sdk.requests.prompts.kinds import ChatOptions
 
     if not any(True for message in turn for _ in image_parts(message)):
         whole = llm.get_tokenizer().apply_chat_template(turn, add_generation_prompt=True)

@@ -31,7 +31,7 @@ from sdk.compat.openai_requests import (
     shows,
 )
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import with_salt
+from sdk.requests.prompts.reader import with_salt
 from sdk.serving.openai.completions import CompletionResponses
 from sdk.serving.openai.objects import CreateEmbeddingResponse
 from sdk.serving.openai.requests import (

@@ -12,7 +12,7 @@ from sdk.api.flags import check_flags
 from sdk.api.lora import KnownAdapter, LoRAInfo, LoRARequest
 from sdk.engine.engine import Engine
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
 
 _SECONDS = 0.05
 

@@ -14,8 +14,8 @@ from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.schemas import is_pydantic, load
 from sdk.api.structured_params import StructuredOutputsParams
 from sdk.quant.tokenizer import Tokenizer
-from sdk.requests.prompt_kinds import ChatOptions, Message, special_tokens_of, tool_format_of
-from sdk.requests.prompts import Prompt
+from sdk.requests.prompts.kinds import ChatOptions, Message, special_tokens_of, tool_format_of
+from sdk.requests.prompts.reader import Prompt
 from sdk.requests.typed_outputs import (
     MessageAnswer,
     MessageOutput,

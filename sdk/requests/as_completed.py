@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from sdk.api.outputs import RequestOutput
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
-from sdk.requests.job_driver import JobDriver
-from sdk.requests.mailboxes import AsyncMailbox, Mailbox
+from sdk.requests.driving.job_driver import JobDriver
+from sdk.requests.driving.mailboxes import AsyncMailbox, Mailbox
 
 if TYPE_CHECKING:
     from sdk.requests.answer_formats import Formatter

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.api.outputs import RequestOutput
 from sdk.engine.job import Job
-from sdk.requests.job_driver import JobDriver
-from sdk.requests.mailboxes import AsyncMailbox
+from sdk.requests.driving.job_driver import JobDriver
+from sdk.requests.driving.mailboxes import AsyncMailbox
 
 if TYPE_CHECKING:
     from sdk.requests.answer_formats import Formatter

@@ -26,7 +26,7 @@ from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.job_runner import BatchedCall, JobBatch
-from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.prompts.reader import Prompt, PromptReader
 
 
 class BeamSearches:

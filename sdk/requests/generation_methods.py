@@ -16,8 +16,8 @@ from sdk.requests.async_stream import AnswerStream
 from sdk.requests.beam_searches import BeamSearches
 from sdk.requests.job_maker import JobMaker, ParamsLike
 from sdk.requests.job_runner import JobRunner, Stepping
-from sdk.requests.prompt_kinds import Message
-from sdk.requests.prompts import PromptLike
+from sdk.requests.prompts.kinds import Message
+from sdk.requests.prompts.reader import PromptLike
 
 if TYPE_CHECKING:  # tools and schemas: loaded with the first call that has some
     from sdk.requests.answer_formats import ToolTurns

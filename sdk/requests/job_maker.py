@@ -19,8 +19,8 @@ from sdk.models.classifier import Classifier
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.adapters import Adapters
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.prompts import (
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.requests.prompts.reader import (
     Prompt,
     PromptLike,
     PromptReader,

@@ -18,12 +18,12 @@ from sdk.engine.job import Job
 from sdk.engine.running_requests import RequestInfo
 from sdk.requests.as_completed import AsCompleted
 from sdk.requests.async_stream import AnswerStream, DeferredJob
-from sdk.requests.job_driver import JobDriver
+from sdk.requests.driving.job_driver import JobDriver
+from sdk.requests.driving.mailboxes import AsyncMailbox, Collector, Mailbox
 from sdk.requests.job_maker import JobMaker, ParamsLike, PromptBatch, once_each
-from sdk.requests.mailboxes import AsyncMailbox, Collector, Mailbox
 from sdk.requests.progress import Advice, RequestProgress, counting
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.prompts import PromptReader, as_items
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.requests.prompts.reader import PromptReader, as_items
 
 if TYPE_CHECKING:
     from sdk.requests.answer_formats import Formatter

@@ -17,11 +17,11 @@ from sdk.models.architecture import WITHOUT_HEAD
 from sdk.models.vision.family import VISION, WHOLE
 from sdk.requests.adapters import Adapters
 from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.job_driver import JobDriver
+from sdk.requests.driving.job_driver import JobDriver
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.progress import Advice
-from sdk.requests.prompt_images import ImageReader
-from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.prompts.images import ImageReader
+from sdk.requests.prompts.reader import Prompt, PromptReader
 
 if TYPE_CHECKING:  # loaded with a model
     from sdk.engine.rank.runner import ModelRunner
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # loaded with a model
     from sdk.loading.sampling_defaults import SamplingDefaults
     from sdk.memory.plan import MemoryPlan
     from sdk.models.config import ModelConfig
-    from sdk.requests.pooling import PoolingRequests
+    from sdk.requests.pooling.calls import PoolingRequests
 
 
 class Prefixes(Protocol):
@@ -107,7 +107,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
     )
 
     def pooling() -> PoolingRequests:
-        from sdk.requests.pooling import PoolingRequests
+        from sdk.requests.pooling.calls import PoolingRequests
 
         head, hidden = facts.embedding_head, model.hidden_size
         return PoolingRequests(jobs, reader, facts.classifier, head, Advice(), hidden)

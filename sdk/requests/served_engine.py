@@ -28,11 +28,11 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import available_to, device_of
 from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.requests.adapters import Adapters, EngineResidency
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
+from sdk.requests.driving.monitoring import Monitoring
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.job_runner import run_jobs
-from sdk.requests.monitoring import Monitoring
-from sdk.requests.prompts import Prompt
+from sdk.requests.prompts.reader import Prompt
 from sdk.requests.served import frontend_of
 
 if TYPE_CHECKING:

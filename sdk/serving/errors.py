@@ -19,7 +19,7 @@ from sdk.api.outputs import CompletionOutput
 from sdk.serving.access import Refused
 from sdk.serving.openai.requests import param_of
 
-#: What the message of a prompt that does not fit contains (sdk/requests/prompts.py).
+#: What the message of a prompt that does not fit contains (sdk/requests/prompts/reader.py).
 _TOO_LONG = ("the context holds", "of the context's")
 #: Clients such as litellm look for OpenAI's own words.
 _CONTEXT = " (this model's maximum context length is exceeded)"

@@ -9,7 +9,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.image_options import ImageFetcher
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_images import ImageReader, image_parts
+from sdk.requests.prompts.images import ImageReader, image_parts
 
 Message = Mapping[str, Any]
 _REMOTE = ("http", "https")

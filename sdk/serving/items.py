@@ -8,8 +8,8 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.score_items import as_prompt
+from sdk.requests.pooling.items import as_prompt
+from sdk.requests.prompts.kinds import ChatOptions
 from sdk.serving.endpoint import Services
 from sdk.serving.images import data_url, with_images
 from sdk.serving.models import Target

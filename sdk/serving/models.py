@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_kinds import ChatOptions, special_tokens_of
-from sdk.requests.prompts import Prompt, PromptLike
-from sdk.requests.vectors import Wanted
+from sdk.requests.pooling.vectors import Wanted
+from sdk.requests.prompts.kinds import ChatOptions, special_tokens_of
+from sdk.requests.prompts.reader import Prompt, PromptLike
 from sdk.serving.access import Caller, Refused
 from sdk.serving.model_files import ModelFiles, files_of
 from sdk.tools import reasoning_of

@@ -13,8 +13,8 @@ from sdk.engine.plan import Pooling, RequestKind
 from sdk.engine.scheduling.results import ResultBudget
 from sdk.requests.adapters import Adapters
 from sdk.requests.job_maker import JobMaker
-from sdk.requests.prompt_kinds import ChatOptions, Message
-from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.prompts.kinds import ChatOptions, Message
+from sdk.requests.prompts.reader import Prompt, PromptReader
 from sdk.testing.fake_executor import HIDDEN_SIZE
 from sdk.testing.fake_tokenizer import END, VOCAB_SIZE
 from sdk.testing.script import Asked, FakeAnswer, FakeRequest, Script, ScriptedParams

@@ -20,7 +20,7 @@ from sdk.api.options import EngineOptions, takes_options
 from sdk.api.params import SamplingParams
 from sdk.api.scheduling_policy import PolicyName, SchedulingPolicy
 from sdk.llm import LLM
-from sdk.requests.prompt_images import ImageReader
+from sdk.requests.prompts.images import ImageReader
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_tokenizer import IMAGE, IMAGE_MODEL, FakeTokenizer
 from sdk.testing.script import Answers, FakeRequest, Script

@@ -12,7 +12,7 @@ from sdk.api.errors import EngineDeadError, RequestError
 from sdk.api.lora import LoRARequest
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_kinds import Message
+from sdk.requests.prompts.kinds import Message
 from sdk.sampling.resolved import ResolvedParams
 
 #: What was asked: a text, or the messages of a conversation.

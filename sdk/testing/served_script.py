@@ -17,11 +17,11 @@ from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import vision_of
 from sdk.requests.beam_searches import BeamSearches
-from sdk.requests.driver import Driver
-from sdk.requests.monitoring import Monitoring
-from sdk.requests.pooling import PoolingRequests
-from sdk.requests.prompt_images import ImageReader
-from sdk.requests.prompts import Prompt
+from sdk.requests.driving.driver import Driver
+from sdk.requests.driving.monitoring import Monitoring
+from sdk.requests.pooling.calls import PoolingRequests
+from sdk.requests.prompts.images import ImageReader
+from sdk.requests.prompts.reader import Prompt
 from sdk.requests.served import Frontend
 from sdk.testing.fake_executor import ScriptedExecutor
 from sdk.testing.fake_jobs import FakeReader, ScriptedJobs

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, EngineDeadError, SamplingParams
-from sdk.requests.error_frames import let_go
+from sdk.requests.driving.error_frames import let_go
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0)
 FORM = SamplingParams(max_tokens=20, structured_outputs={"json": {"type": "integer"}})

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import sdk.loading.load
-import sdk.requests.driver
+import sdk.requests.driving.driver
 from sdk import LLM, EngineClosedError, SdkError
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, ask, ids, settle, tokens
 
@@ -33,7 +33,7 @@ def _enqueue_and_step(llm: LLM, params: Any) -> None:
 def test_a_worker_that_is_stopped_in_a_step_is_killed_by_close(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[LLM, Any], Any]
 ) -> None:
-    monkeypatch.setattr(sdk.requests.driver, "_CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sdk.requests.driving.driver, "_CLOSE_TIMEOUT_S", 0.5)
     before = set(psutil.Process().children())
     llm = LLM(tiny_path, max_model_len=128, tensor_parallel_size=2)
     [worker] = set(psutil.Process().children()) - before

@@ -13,7 +13,7 @@ import pytest
 from sdk import LLM, LoRARequest, RequestError, SamplingParams
 from sdk.loaders import chat_template
 from sdk.quant.once import Once
-from sdk.requests import prompts
+from sdk.requests.prompts import reader
 from sdk.structured import compiler
 from sdk.testing import tiny_adapter
 
@@ -80,7 +80,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(compiler, "Vocabulary")
     counted(compiler, "TokenShapes")
     counted(compiler.GrammarCompiler, "_compile")
-    counted(prompts, "TokenPrefixes")
+    counted(reader, "TokenPrefixes")
     counted(chat_template, "ChatTemplate")
     counted(chat_template, "ControlTextGuard")
     return counts

@@ -501,7 +501,7 @@ def test_close_during_work_ends_the_waiting_calls(tiny_path: Path) -> None:
 
 
 def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdk.requests import mailboxes
+    from sdk.requests.driving import mailboxes
 
     stream = tiny.stream(IDS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     next(stream)

@@ -19,7 +19,7 @@ from sdk.api.config import EngineConfig
 from sdk.api.options import EngineOptions, engine_config
 from sdk.api.other_names import CALLS, ENGINE, SAMPLING
 from sdk.loaders.chat_template import TemplateError
-from sdk.requests.prompt_kinds import ChatOptions
+from sdk.requests.prompts.kinds import ChatOptions
 from tests.api.language_server import LanguageServer
 
 ROOT = Path(__file__).parents[2]

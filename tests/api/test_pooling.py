@@ -17,8 +17,8 @@ import transformers
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.models.classifier import Classifier
-from sdk.requests.pairs import pair_template, read_pair
-from sdk.requests.prompts import PromptReader
+from sdk.requests.pooling.pairs import pair_template, read_pair
+from sdk.requests.prompts.reader import PromptReader
 from tests.api.engines import SHORT, ids
 from tests.loaders.conftest import HIDDEN, GgufBytes, f32, llama_gguf
 from tests.text.conftest import tiny_bpe

@@ -14,8 +14,8 @@ from PIL import Image
 
 from sdk import RequestError, SamplingParams
 from sdk.api.config import EngineConfig
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.prompts import Prompt, PromptReader
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.requests.prompts.reader import Prompt, PromptReader
 from tests.vision_prompts import (
     FAMILIES,
     GEMMA,

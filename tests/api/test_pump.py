@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import sdk.requests.driver
-import sdk.requests.step_sizes
+import sdk.requests.driving.driver
+import sdk.requests.driving.step_sizes
 from sdk import LLM, RequestError, SamplingParams
-from sdk.requests.step_sizes import StepSizes
+from sdk.requests.driving.step_sizes import StepSizes
 from tests.api.engines import SHORT, Caller, Gate, ask, ids, settle, tokens
 
 FIXED, EACH = 3.4, 0.34  # ms of a step, and of each token in it: SmolLM2 on two quiet cores
@@ -52,7 +52,7 @@ def long(tiny_path: Path) -> Iterator[LLM]:
 @pytest.fixture
 def clock(long: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(long)
-    for module in (sdk.requests.driver, sdk.requests.step_sizes):
+    for module in (sdk.requests.driving.driver, sdk.requests.driving.step_sizes):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
     long._driver._sizes = StepSizes(long._driver._engine.scheduler)
     yield clock

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.hf import JsonTokenizer
-from sdk.requests.prompts import PromptReader
+from sdk.requests.prompts.reader import PromptReader
 from tests.api.engines import LONG, SHORT, ids, settle, tokens
 
 USER = {"role": "user", "content": "Hi"}

@@ -10,7 +10,7 @@ import pytest
 
 from sdk import LLM, MemoryPool, RequestOutput, SamplingParams
 from sdk.api.sizes import format_bytes
-from sdk.requests import step_sizes
+from sdk.requests.driving import step_sizes
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)
 EXACT = PARAMS.clone(kv_min_bits=16)

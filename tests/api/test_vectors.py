@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sdk import LLM, AsyncLLM, RequestError
-from sdk.requests.vectors import packed
+from sdk.requests.pooling.vectors import packed
 
 TEXTS = ["Bees make honey.", "The shop opens at nine.", "x"]
 

@@ -13,7 +13,7 @@ import transformers
 
 from sdk import LLM, CheckpointError, LoRARequest, SamplingParams
 from sdk.models.vision.patches import check_image
-from sdk.requests.prompt_kinds import ChatOptions
+from sdk.requests.prompts.kinds import ChatOptions
 from tests.models.tiny_vision import MODELS, vision_model
 from tests.peft_adapters import save, with_peft
 from tests.vision_conversations import ALL, Conversations, inputs_of

@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 
 from sdk import LLM, BeamSearchParams, RequestError, SamplingParams
-from sdk.requests.prompt_kinds import ChatOptions
+from sdk.requests.prompts.kinds import ChatOptions
 from sdk.serving import create_app
 from tests.models.tiny_vision import MODELS, vision_model
 from tests.serving.serving import running

@@ -8,8 +8,8 @@ from fake_runner import VOCAB
 from sdk.api.params import SamplingParams
 from sdk.engine.scheduling.forecast import Work, forecast
 from sdk.engine.scheduling.step_times import StepTimes
-from sdk.requests.prompts import Prompt
-from sdk.requests.waiting_times import estimate
+from sdk.requests.driving.waiting_times import estimate
+from sdk.requests.prompts.reader import Prompt
 
 FIXED, TOKEN, PAIR = 0.004, 0.0005, 1e-6
 

@@ -152,7 +152,7 @@ def test_a_reader_sees_a_consistent_view_while_steps_run():
 
 
 def test_a_reader_that_never_meets_a_quiet_moment_waits_for_the_step(monkeypatch):
-    from sdk.requests import driver
+    from sdk.requests.driving import driver
 
     monkeypatch.setattr(driver, "_MOST_LOOKS", 0)
     with FakeLLM("one two", seconds_per_token=0.01) as llm:

@@ -13,7 +13,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
 from sdk import AsyncLLM, EngineDeadError, RequestError, SamplingParams
-from sdk.requests.opentelemetry import instrument
+from sdk.requests.driving.opentelemetry import instrument
 from sdk.testing import FakeAnswer, FakeLLM
 
 KNOWN = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}

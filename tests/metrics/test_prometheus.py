@@ -211,7 +211,7 @@ def test_the_sdk_imports_no_client_by_itself():
     ("module", "package"),
     [
         ("sdk.metrics.prometheus", "prometheus_client"),
-        ("sdk.requests.opentelemetry", "opentelemetry"),
+        ("sdk.requests.driving.opentelemetry", "opentelemetry"),
     ],
 )
 def test_without_the_package_the_error_says_what_to_install(module, package):

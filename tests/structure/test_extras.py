@@ -125,7 +125,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "fastapi": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
     "uvicorn": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
     "prometheus_client": {"metrics": {"prometheus": "import sdk.metrics.prometheus"}},
-    "opentelemetry": {"metrics": {"opentelemetry": "import sdk.requests.opentelemetry"}},
+    "opentelemetry": {"metrics": {"opentelemetry": "import sdk.requests.driving.opentelemetry"}},
     "matplotlib": {
         "bench": {
             "embedlm bench --plots": "command('bench', gguf, '--plots', '/nowhere')",

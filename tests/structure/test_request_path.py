@@ -16,7 +16,7 @@ from sdk.engine.plan import RequestStart, SequenceSpec
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.scheduling.request import Request
 from sdk.requests.job_maker import JobMaker
-from sdk.requests.prompts import Prompt
+from sdk.requests.prompts.reader import Prompt
 from tests.counted import lines_run
 from tests.traced_files import ROOT, traced_files
 

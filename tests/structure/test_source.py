@@ -253,7 +253,7 @@ def test_the_order_check_notices_a_wrong_import(folder: str, code: str) -> None:
     ("file", "code"),
     [
         ("sdk/api/params.py", "from sdk.structured.compiler import Grammar"),
-        ("sdk/engine/engine.py", "def f():\n    from sdk.requests.driver import Driver"),
+        ("sdk/engine/engine.py", "def f():\n    from sdk.requests.driving.driver import Driver"),
         ("sdk/loading/load.py", "import sdk.cluster.executors.process"),
         ("sdk/llm.py", "if TYPE_CHECKING:\n    from sdk.cluster import replicas"),
         ("sdk/tools/__init__.py", "from sdk import LLM"),

@@ -242,7 +242,7 @@ def test_time_is_that_of_the_given_clock() -> None:
 
 
 def test_closing_ends_a_wait_for_a_slow_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdk.requests.driver._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("sdk.requests.driving.driver._CLOSE_TIMEOUT_S", 0.05)
     llm = FakeLLM("a b", seconds_to_first_token=3600)
     found: list[BaseException] = []
 

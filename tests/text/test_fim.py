@@ -15,7 +15,7 @@ from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.hf import JsonTokenizer
 from sdk.quant.errors import CheckpointError
-from sdk.requests.prompt_kinds import fim_prompt
+from sdk.requests.prompts.kinds import fim_prompt
 from tests.text.conftest import tiny_bpe, tiny_spm
 
 #: Spellings, the text of a prompt in the default order, and with the other one.

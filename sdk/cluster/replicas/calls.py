@@ -9,7 +9,7 @@ from typing import Any
 from sdk.api.lora import KnownAdapter, LoRARequest
 from sdk.engine.snapshot import Snapshot
 from sdk.llm import LLM
-from sdk.requests.prompts import Prompt
+from sdk.requests.prompts.reader import Prompt
 
 
 class ReplicaCalls:

@@ -58,7 +58,7 @@ from sdk.kernels.errors import CollectiveError
 from sdk.llm import LLM
 from sdk.loading.load import Loaded
 from sdk.memory.demand import HAND_OVER_READ_BYTES, HAND_OVERS, hand_over_ring
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
 from sdk.requests.served_engine import ServedEngine
 
 #: Seconds between two signs of life.
@@ -274,13 +274,13 @@ class Replica:
     # ---- outputs: the sink of all requests -------------------------------------------------------
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job_driver.OutputSink`."""
+        """See :class:`sdk.requests.driving.job_driver.OutputSink`."""
         self._outputs.append(output)
         self._wake_from_elsewhere()
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job_driver.OutputSink`."""
+        """See :class:`sdk.requests.driving.job_driver.OutputSink`."""
         if isinstance(error, EngineDeadError | EngineClosedError):
             return  # another replica runs it again
         self._failures.append((request_id, sendable(error)))
@@ -338,11 +338,14 @@ class _Nobody:
     """The sink of prompts that are handed over."""
 
     def deliver(self, output: Output) -> bool:
-        """See :class:`sdk.requests.job_driver.OutputSink`."""
+        """See :class:`sdk.requests.driving.job_driver.OutputSink`."""
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """See :class:`sdk.requests.job_driver.OutputSink`: the hand-over says how far it came."""
+        """See :class:`sdk.requests.driving.job_driver.OutputSink`.
+
+        The hand-over says how far it came.
+        """
 
 
 def serve(

@@ -41,11 +41,11 @@ from sdk.cluster.replicas.routing import Routed, Router
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
-from sdk.requests.driver import check_process
-from sdk.requests.job_driver import OutputSink
-from sdk.requests.prompts import Prompt
-from sdk.requests.waiting_times import Place, QueueLimit, check_new
-from sdk.requests.wakeups import LoopInbox, LoopInboxes
+from sdk.requests.driving.driver import check_process
+from sdk.requests.driving.job_driver import OutputSink
+from sdk.requests.driving.waiting_times import Place, QueueLimit, check_new
+from sdk.requests.driving.wakeups import LoopInbox, LoopInboxes
+from sdk.requests.prompts.reader import Prompt
 
 logger = logging.getLogger("sdk")
 
@@ -96,7 +96,7 @@ class _Waiting(NamedTuple):
 
 
 class ReplicaSet:
-    """See the module, :class:`sdk.requests.job_driver.JobDriver` and
+    """See the module, :class:`sdk.requests.driving.job_driver.JobDriver` and
     :class:`sdk.cluster.replicas.processes.Events`.
 
     ``config``: that of the whole; ``own``: that of each replica. The constructor returns when all
@@ -147,11 +147,11 @@ class ReplicaSet:
     # ---- commands --------------------------------------------------------------------------------
 
     def loop_inbox(self) -> LoopInbox:
-        """See :class:`sdk.requests.job_driver.JobDriver`."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`."""
         return self._inboxes.current()
 
     def check_usable(self, *, asleep: bool = False) -> None:
-        """See :class:`sdk.requests.job_driver.JobDriver`."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`."""
         check_process(self._owner)
         if self._closed:
             raise EngineClosedError(_CLOSED)
@@ -162,7 +162,7 @@ class ReplicaSet:
 
     @property
     def has_work(self) -> bool:
-        """See :class:`sdk.requests.job_driver.JobDriver`."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`."""
         return bool(self._requests)
 
     def replica_of(self, request_id: str) -> int:
@@ -173,7 +173,7 @@ class ReplicaSet:
     def submit(
         self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True, goes_on: bool = False
     ) -> None:
-        """See :class:`sdk.requests.job_driver.JobDriver`. The replicas run them in any case.
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`. The replicas run them anyway.
 
         :raises RequestError: parameters that cannot be pickled, or an id that is in use.
         :raises QueueFullError: too many requests are unfinished; none of these was added.
@@ -260,7 +260,7 @@ class ReplicaSet:
         """Nothing: replicas take them by themselves."""
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See :class:`sdk.requests.job_driver.JobDriver`."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`."""
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -278,7 +278,7 @@ class ReplicaSet:
                     self.processes.send(request.replica, Abort((name,)))
 
     def run(self, request_ids: Iterable[str]) -> None:
-        """See :class:`sdk.requests.job_driver.JobDriver`: the replicas run all requests."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`: the replicas run all requests."""
         self.check_usable()
 
     def step(self) -> Sequence[Output]:
@@ -541,8 +541,10 @@ class ReplicaSet:
         self._asleep = why
 
     def close(self) -> None:
-        """See :class:`sdk.requests.job_driver.JobDriver`. Takes a few seconds if a step does not
-        end."""
+        """See :class:`sdk.requests.driving.job_driver.JobDriver`.
+
+        Takes a few seconds if a step does not end.
+        """
         if os.getpid() != self._owner:
             return
         with self._lock:

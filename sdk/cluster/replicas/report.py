@@ -10,7 +10,7 @@ from sdk.api.scheduling_policy import FairPolicy, PriorityPolicy
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.requests.step_sizes import mixed_step_tokens
+from sdk.requests.driving.step_sizes import mixed_step_tokens
 
 #: Keys of pages in one report: 4096 take 150 KB. What is left comes with the next one.
 _MOST_KEYS = 4096

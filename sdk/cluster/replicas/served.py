@@ -27,7 +27,7 @@ from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
 from sdk.requests.adapters import Adapters
-from sdk.requests.prompts import Prompt
+from sdk.requests.prompts.reader import Prompt
 from sdk.requests.served import Served, frontend_of
 
 

@@ -15,7 +15,7 @@ from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.requests.step_sizes import StepSizes
+from sdk.requests.driving.step_sizes import StepSizes
 
 
 def scheduler_config(costs: StepCosts, policy: str = "fcfs") -> SchedulerConfig:

@@ -18,7 +18,7 @@ from sdk.engine.pages.prefix_store import PrefixStore, rest_layers
 from sdk.quant.caches import AttentionCache, Cache, StateCache
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.spec import KVSpec
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
 from sdk.requests.served_engine import SavedPrefixes
 
 if TYPE_CHECKING:

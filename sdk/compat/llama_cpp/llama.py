@@ -74,7 +74,7 @@ from sdk.compat.llama_cpp.llama_grammar import LlamaGrammar as LlamaGrammar
 from sdk.compat.llama_cpp.llama_speculative import LlamaDraftModel as LlamaDraftModel
 from sdk.compat.llama_cpp.llama_tokenizer import LlamaTokenizer as LlamaTokenizer
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import is_conversation
+from sdk.requests.prompts.reader import is_conversation
 from sdk.serving.openai.requests import structure_of
 from sdk.serving.openai.responses import Responses
 

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 #: too long in traces of conversations and of documents that change (docs/scheduling.md).
 _MOST_USES = 4
 #: The position at which a token takes twice as long to compute as at the beginning. SmolLM2 135M on
-#: two cores: about 550, by the times in sdk/requests/step_sizes.py; a model of 7e9 weights: 25,000,
-#: by arithmetic.
+#: two cores: about 550, by the times in sdk/requests/driving/step_sizes.py; a model of 7e9 weights:
+#: 25,000, by arithmetic.
 _DOUBLE_COST = 4096
 
 

@@ -14,7 +14,7 @@ from sdk.kernels.dataclass import dataclass
 from sdk.kernels.kv_tiers import KEPT_PAGES
 
 #: With this many tokens, reading the weights once takes a tenth of a step on a CPU
-#: (sdk/requests/step_sizes.py).
+#: (sdk/requests/driving/step_sizes.py).
 SHORT_STEP = 64
 #: On a GPU the weights take longer than this many tokens (H100, scheduler.py).
 SHORT_STEP_GPU = 512

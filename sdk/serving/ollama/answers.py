@@ -8,7 +8,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import with_salt
+from sdk.requests.prompts.reader import with_salt
 from sdk.serving.answers import Answers, ask
 from sdk.serving.endpoint import Services, Use, salted
 from sdk.serving.errors import check_ended

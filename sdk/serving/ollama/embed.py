@@ -9,7 +9,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.quant.embedding_head import unit
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.vectors import Wanted
+from sdk.requests.pooling.vectors import Wanted
 from sdk.serving.endpoint import Services, salted
 from sdk.serving.exchange import Departure, Exchange
 from sdk.serving.models import Target

@@ -15,7 +15,7 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import PromptLike, is_conversation
+from sdk.requests.prompts.reader import PromptLike, is_conversation
 
 #: Valid parameters about a request that change nothing in its answer.
 IGNORED = frozenset(

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from sdk.api.outputs import RequestOutput
-from sdk.requests.prompts import with_salt
+from sdk.requests.prompts.reader import with_salt
 from sdk.serving.answers import Answers, ask
 from sdk.serving.endpoint import Services, Use, salted
 from sdk.serving.errors import check_ended

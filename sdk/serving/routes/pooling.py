@@ -15,8 +15,8 @@ from sdk.api.errors import RequestError
 from sdk.api.outputs import ClassificationOutput, EmbeddingOutput
 from sdk.async_llm import AsyncLLM
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import Prompt
-from sdk.requests.vectors import Wanted
+from sdk.requests.pooling.vectors import Wanted
+from sdk.requests.prompts.reader import Prompt
 from sdk.serving.access import Demand
 from sdk.serving.endpoint import Services, admitted, salted
 from sdk.serving.errors import check_ended

@@ -9,9 +9,9 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_images import image_parts
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.prompts import as_request_error, is_conversation
+from sdk.requests.prompts.images import image_parts
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.requests.prompts.reader import as_request_error, is_conversation
 from sdk.serving.endpoint import Services
 from sdk.serving.exchange import Exchange
 from sdk.serving.images import with_images

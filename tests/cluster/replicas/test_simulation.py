@@ -22,7 +22,7 @@ from sdk.engine.job import Job
 from sdk.engine.plan import SequenceSpec
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.metrics.slo import SLO
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
 from sdk.testing import ManualClock
 
 COSTS = StepCosts(

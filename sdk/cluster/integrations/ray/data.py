@@ -26,7 +26,7 @@ from sdk.async_llm import AsyncLLM
 from sdk.cluster.integrations.ray.resources import with_resources
 from sdk.llm import LLM
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import is_conversation
+from sdk.requests.prompts.reader import is_conversation
 
 Row = dict[str, Any]
 OnError = Literal["raise", "column"]

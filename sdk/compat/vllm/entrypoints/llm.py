@@ -39,7 +39,7 @@ from sdk.kernels.host.torch_import import torch_module
 from sdk.loading.sampling_defaults import OWN, OWN_SOURCE
 from sdk.metrics.trace import Trace
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import as_list
+from sdk.requests.prompts.reader import as_list
 from sdk.tokenizer import LLMTokenizer
 
 #: Sampling parameters of a model's files that vLLM uses too.

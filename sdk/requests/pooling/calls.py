@@ -27,14 +27,14 @@ from sdk.quant.embedding_head import EmbeddingHead, NormalizeStep, unit
 from sdk.quant.safe_repr import safe_repr
 from sdk.requests.job_maker import JobMaker
 from sdk.requests.job_runner import BatchedCall, JobBatch
-from sdk.requests.pairs import pair_template, read_pair
-from sdk.requests.pooling_prompts import PoolingPrompts
+from sdk.requests.pooling.items import as_prompt, check_item
+from sdk.requests.pooling.pairs import pair_template, read_pair
+from sdk.requests.pooling.prompts import PoolingPrompts
+from sdk.requests.pooling.vectors import Wanted, max_similarity, similarity
+from sdk.requests.pooling.zero_shot import check_pictures, checked_labels, contrast_of, matches
 from sdk.requests.progress import Advice
-from sdk.requests.prompt_kinds import check_salt
-from sdk.requests.prompts import Prompt, PromptReader, as_list
-from sdk.requests.score_items import as_prompt, check_item
-from sdk.requests.vectors import Wanted, max_similarity, similarity
-from sdk.requests.zero_shot import check_pictures, checked_labels, contrast_of, matches
+from sdk.requests.prompts.kinds import check_salt
+from sdk.requests.prompts.reader import Prompt, PromptReader, as_list
 
 _PLAIN = Wanted()
 #: Names of prompts for the two sides of a search, sentence-transformers' and those of models.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, overload
 from sdk.api.errors import EngineClosedError, RequestError
 from sdk.engine.engine import Output
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.driver import check_process
-from sdk.requests.wakeups import LoopInbox, Wakeups
+from sdk.requests.driving.driver import check_process
+from sdk.requests.driving.wakeups import LoopInbox, Wakeups
 
 if TYPE_CHECKING:
     import asyncio

@@ -14,7 +14,7 @@ from sdk.api.params import SamplingParams
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import FimTokens, Tokenizer, TooManyTokens
-from sdk.requests.prompt_images import IMAGE_PARTS
+from sdk.requests.prompts.images import IMAGE_PARTS
 
 if TYPE_CHECKING:
     import numpy as np

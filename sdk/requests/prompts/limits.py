@@ -11,7 +11,7 @@ from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.models.vision.image import ImageInput
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_images import described
+from sdk.requests.prompts.images import described
 
 
 class PromptLimits:

@@ -20,9 +20,9 @@ from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.waiting import WaitingRequests
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.job_driver import OutputSink
-from sdk.requests.prompts import Prompt
-from sdk.requests.step_sizes import mixed_step_tokens
+from sdk.requests.driving.job_driver import OutputSink
+from sdk.requests.driving.step_sizes import mixed_step_tokens
+from sdk.requests.prompts.reader import Prompt
 
 #: The rate at which requests end is that of the last this many.
 _LAST_ENDS = 64

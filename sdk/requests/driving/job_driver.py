@@ -10,8 +10,8 @@ from sdk.api.params import SamplingParams
 from sdk.engine.engine import Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
-from sdk.requests.prompts import Prompt
-from sdk.requests.wakeups import LoopInbox
+from sdk.requests.driving.wakeups import LoopInbox
+from sdk.requests.prompts.reader import Prompt
 
 
 class OutputSink(Protocol):
@@ -25,8 +25,10 @@ class OutputSink(Protocol):
 
 
 class JobDriver(Protocol):
-    """Runs jobs, for callers on any thread and any event loop: :class:`sdk.requests.driver.Driver`
-    for one engine, or :class:`sdk.cluster.replicas.replica_set.ReplicaSet`.
+    """Runs jobs, for callers on any thread and any event loop.
+
+    :class:`sdk.requests.driving.driver.Driver` for one engine, or
+    :class:`sdk.cluster.replicas.replica_set.ReplicaSet`.
     """
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdk.api.errors import RequestError
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_images import IMAGE_PARTS, ImageReader
+from sdk.requests.prompts.images import IMAGE_PARTS, ImageReader
 
 #: How errors show an item with an image.
 FORMS = (

@@ -16,11 +16,11 @@ from sdk.api.outputs import (
 )
 from sdk.engine.plan import PoolingMode
 from sdk.requests.job_runner import JobRunner
-from sdk.requests.prompts import PromptLike
-from sdk.requests.vectors import OutputDtype, Wanted
+from sdk.requests.pooling.vectors import OutputDtype, Wanted
+from sdk.requests.prompts.reader import PromptLike
 
 if TYPE_CHECKING:
-    from sdk.requests.pooling import PoolingRequests
+    from sdk.requests.pooling.calls import PoolingRequests
 
 
 class PoolingMethods:

@@ -9,8 +9,8 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.quant.embedding_head import EmbeddingHead, Filling
-from sdk.requests.prompts import Prompt, PromptReader, as_list
-from sdk.requests.vectors import Wanted, with_text_before
+from sdk.requests.pooling.vectors import Wanted, with_text_before
+from sdk.requests.prompts.reader import Prompt, PromptReader, as_list
 
 
 class PoolingPrompts:

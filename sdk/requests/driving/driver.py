@@ -35,12 +35,12 @@ from sdk.engine.engine import Engine, Output
 from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.error_frames import let_go
-from sdk.requests.job_driver import OutputSink
-from sdk.requests.prompts import Prompt
-from sdk.requests.step_sizes import StepSizes
-from sdk.requests.waiting_times import Place, QueueLimit, check_new, estimate
-from sdk.requests.wakeups import LoopInbox, LoopInboxes, Wakeups
+from sdk.requests.driving.error_frames import let_go
+from sdk.requests.driving.job_driver import OutputSink
+from sdk.requests.driving.step_sizes import StepSizes
+from sdk.requests.driving.waiting_times import Place, QueueLimit, check_new, estimate
+from sdk.requests.driving.wakeups import LoopInbox, LoopInboxes, Wakeups
+from sdk.requests.prompts.reader import Prompt
 
 logger = logging.getLogger("sdk")
 #: The most seconds of its thread that adding requests may add to a step. One request takes 0.1 ms,

@@ -19,14 +19,14 @@ from sdk.api.timeline import RequestEvent
 from sdk.engine.engine import Output
 from sdk.engine.job import Job
 from sdk.kernels.packages import missing
-from sdk.requests.driver import Driver
-from sdk.requests.job_driver import OutputSink
+from sdk.requests.driving.driver import Driver
+from sdk.requests.driving.job_driver import OutputSink
 
 try:
     from opentelemetry import context as otel_context, trace
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, TracerProvider
 except ImportError as error:
-    raise missing(error, "sdk.requests.opentelemetry needs") from error
+    raise missing(error, "sdk.requests.driving.opentelemetry needs") from error
 
 logger = logging.getLogger("sdk")
 _PROVIDER = "embedlm"

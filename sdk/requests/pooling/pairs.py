@@ -8,9 +8,9 @@ from sdk.api.errors import RequestError
 from sdk.api.params import SamplingParams
 from sdk.models.classifier import Classifier
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompt_kinds import ChatOptions
-from sdk.requests.prompts import Prompt, PromptReader
-from sdk.requests.score_items import parts_of
+from sdk.requests.pooling.items import parts_of
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.requests.prompts.reader import Prompt, PromptReader
 
 #: llama.cpp's name for the template that a GGUF file of a reranker has, with these two marks.
 _GGUF_NAME = "rerank"

@@ -16,8 +16,8 @@ from sdk.models.vision.image import ImageInput, PromptImage
 from sdk.quant.once import Once
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
-from sdk.requests.prompt_images import ImageReader, described, images_of, shortened
-from sdk.requests.prompt_kinds import (
+from sdk.requests.prompts.images import ImageReader, described, images_of, shortened
+from sdk.requests.prompts.kinds import (
     SHORT_CONTEXT,
     ChatOptions,
     Embeds,
@@ -32,7 +32,7 @@ from sdk.requests.prompt_kinds import (
     read_embeds,
     tool_format_of,
 )
-from sdk.requests.prompt_limits import PromptLimits, is_id
+from sdk.requests.prompts.limits import PromptLimits, is_id
 from sdk.sampling.healing import Healing, TokenPrefixes
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``,

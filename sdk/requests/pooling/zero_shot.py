@@ -9,8 +9,8 @@ from sdk.api.errors import RequestError
 from sdk.models.classifier import probabilities
 from sdk.quant.embedding_head import Contrast, EmbeddingHead
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import Prompt
-from sdk.requests.vectors import similarity
+from sdk.requests.pooling.vectors import similarity
+from sdk.requests.prompts.reader import Prompt
 
 
 def contrast_of(head: EmbeddingHead | None) -> Contrast:

@@ -12,7 +12,7 @@ from sdk.engine.running_requests import RequestInfo
 from sdk.metrics.slo import SLO
 from sdk.metrics.stats import EngineStats
 from sdk.metrics.trace import Trace
-from sdk.requests.driver import Driver
+from sdk.requests.driving.driver import Driver
 
 
 class Monitoring:

@@ -14,7 +14,7 @@ from sdk.api.errors import RequestError
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.embedding_head import EmbeddingHead, unit
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts import PromptLike
+from sdk.requests.prompts.reader import PromptLike
 
 #: sentence-transformers' names of the types of vectors.
 OutputDtype = Literal["float32", "int8", "uint8", "binary", "ubinary"]

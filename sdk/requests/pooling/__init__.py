@@ -1,0 +1,1 @@
+"""Calls that generate nothing: embeddings, scores, ranks and classes."""

@@ -1,0 +1,1 @@
+"""From what callers give to token ids: texts, conversations, images, and their limits."""
