@@ -99,10 +99,9 @@ class Ops:
         self.rounded = False  #: see :meth:`rounding`
 
     def rounding(self) -> Ops:
-        """The same operators; if ``rounded``, which they are where the device multiplies bfloat16
-        faster and ``compute`` is not exact, products with 16-bit float weights, and attention over
-        bfloat16 pages that is both ways and has nothing else, round their inputs to bfloat16. Sums
-        and what is between operators stay float32. For encoders of images."""
+        """The same operators, for encoders of images. Where bfloat16 is faster and ``compute`` is not
+        exact, products with 16-bit weights and attention both ways over bfloat16 pages, with nothing
+        else, round their inputs to bfloat16; sums and what lies between stay float32."""
         found = copy(self)
         found.rounded = self.context.multiplies_bf16
         return found
