@@ -99,9 +99,9 @@ class Ops:
         self.rounded = False  #: see :meth:`rounding`
 
     def rounding(self) -> Ops:
-        """The same operators, for encoders of images. Where bfloat16 is faster and ``compute`` is not
-        exact, products with 16-bit weights and attention both ways over bfloat16 pages, with nothing
-        else, round their inputs to bfloat16; sums and what lies between stay float32."""
+        """The same operators, for encoders of images. Where bfloat16 is faster and ``compute`` is
+        not exact, products with 16-bit weights, and attention both ways without other options over
+        bfloat16 pages, round their inputs to bfloat16; sums stay float32."""
         found = copy(self)
         found.rounded = self.context.multiplies_bf16
         return found
