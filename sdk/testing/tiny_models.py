@@ -125,7 +125,8 @@ def tiny_model(
 def tiny_architectures() -> tuple[Architecture, ...]:
     """The models that :func:`tiny_model` writes: native decoders whose folders are read."""
     known = (one for one in architectures() if one.config.causal and one.folders)
-    return tuple(one for one in known if one.model_type not in _OTHER_SIZES)
+    found = (one for one in known if one.dual is None)  # CLIP's encoder of texts is causal
+    return tuple(one for one in found if one.model_type not in _OTHER_SIZES)
 
 
 def _known(name: object) -> Architecture:
@@ -204,6 +205,20 @@ _KINDS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "hidden_size_per_layer_input": 128,
         "vocab_size_per_layer_input": _VOCAB_SIZE,
+    },
+    "gemma3n_text": {
+        **_WINDOWED,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": _VOCAB_SIZE,
+        "activation_sparsity_pattern": [0.9, 0.0],
+        "laurel_rank": 32,
+    },
+    "openelm": {
+        "num_query_heads": [2, 4],
+        "num_kv_heads": [1, 2],
+        "ffn_multipliers": [0.5, 1.0],
+        "ffn_dim_divisor": 128,
     },
     "laguna": {**_WINDOWED, "num_attention_heads_per_layer": [8, 4]},
     "llama4_text": {
