@@ -137,8 +137,8 @@ def _known(name: object) -> Architecture:
     return found
 
 
-#: Sizes in parts of their own.
-_OTHER_SIZES = ("dbrx", "hyperclovax", "spark2_5")
+#: Sizes in parts of their own, or vectors whose shape the model takes as it comes.
+_OTHER_SIZES = ("dbrx", "hyperclovax", "rwkv7", "spark2_5")
 _FULL, _SLIDES = "full_attention", "sliding_attention"
 _WINDOWED: dict[str, Any] = {"layer_types": [_SLIDES, _FULL], "sliding_window": 32}
 _DELTAS: dict[str, Any] = {
