@@ -155,13 +155,8 @@ class TimeMix:
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
         states, tokens = self.ops.states, x.shape[0]
         assert isinstance(x, Tensor)
-        inputs = dict(
-            zip(
-                self.inputs,
-                states.causal_conv(x, self.shift, None, cache["shift"], step.batch),
-                strict=True,
-            )
-        )
+        mixed = states.causal_conv(x, self.shift, None, cache["shift"], step.batch)
+        inputs = {name: mixed.select(0, i) for i, name in enumerate(self.inputs)}
         shape = (tokens, self.heads, self.spec.dim)
         assert step.first_values is not None
         decay = states.rates(self.narrow["w"](inputs["w"]), "tanh")
@@ -178,7 +173,7 @@ class TimeMix:
             mix = states.rates(self.wide["v"](self.narrow["v"](inputs["v"])), "sigmoid")
             first = step.first_values[0], mix.view(shape)
         gate = self._gate(inputs)
-        del inputs
+        del inputs, mixed
         given = (r, k, v, decay.view(shape), rate.view(shape), self.keys, cache["wkv"], step.batch)
         y, own = states.rwkv(*given, first=first)
         if self.norm is not None:

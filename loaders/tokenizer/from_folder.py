@@ -2,9 +2,9 @@
 
 ``tokenizer.json`` holds the algorithm and the vocabulary. Small JSON files next to it have the
 special tokens, the tokens that end an answer, and the chat template; each is optional, and none is
-executed. Without it, a SentencePiece BPE model (``tokenizer.model``) and that of SigLIP are read
-directly; other SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by
-transformers, which is imported only for them.
+executed. Without it, a SentencePiece BPE model (``tokenizer.model``), that of SigLIP and the
+vocabulary of an RWKV are read directly; other SentencePiece models and ``vocab.json`` +
+``merges.txt`` are converted by transformers, which is imported only for them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sdk.loaders.tokenizer.json_parts import (
     load_tokenizer_json,
 )
 from sdk.loaders.tokenizer.metadata import MAX_TEMPLATE_BYTES
+from sdk.loaders.tokenizer.rwkv import VOCABULARY, folder_metadata
 from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
 from sdk.loaders.tokenizer.siglip import SIGLIP, siglip_tokenizer
 from sdk.quant.errors import CheckpointError
@@ -45,7 +46,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     folder = Path(path)
     config = _read_json(folder, "tokenizer_config.json")
     if folder_file(folder, "tokenizer.json") is None:
-        tokenizer = _from_sentencepiece(folder, config)
+        tokenizer = _from_rwkv(folder, config) or _from_sentencepiece(folder, config)
         if tokenizer is not None:
             return tokenizer
     backend = _backend(folder)
@@ -76,6 +77,19 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
         where = folder / "tokenizer_config.json"
         raise CheckpointError(f"{where}: add_bos_token: expected a bool, found {add_bos!r}")
     return JsonTokenizer(backend, facts, str(folder / "tokenizer.json"), add_bos=add_bos)
+
+
+def _from_rwkv(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of an RWKV's vocabulary, if the folder has one."""
+    file = folder_file(folder, VOCABULARY)
+    if file is None:
+        return None
+    size = _read_json(folder, "config.json").get("vocab_size")
+    metadata = folder_metadata(file, size if type(size) is int else 1 << 16)
+    default, _ = _templates(folder, config)
+    if default is not None:
+        metadata["tokenizer.chat_template"] = default
+    return tokenizer_from_gguf(metadata, str(file))
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from sdk.kernels.ops import Ops
 from sdk.memory.demand import MemoryDemand, WeightBytes, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
+from tests.gguf_models import save_gguf
+from tests.models import test_plamo2, test_rwkv
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 
@@ -91,17 +94,28 @@ MIXERS = [
     "gemma4_text-experts",
     "deepseek_v2-lite",
     "deepseek_v3",
+    "opt-350m",
 ]
+#: Those that transformers has no class of.
+FILES: dict[str, Callable[[Path], Path]] = {
+    "rwkv7": test_rwkv.KINDS["folder"][0],
+    "arwkv7": test_rwkv.KINDS["hybrid"][0],
+    "plamo2": lambda folder: save_gguf(folder / "m.gguf", test_plamo2.gguf()),
+}
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [*MIXERS, *FILES])
 def test_a_recorded_step_of_other_mixers_holds_no_more_than_is_planned(
     name: str, tmp_path: Path
 ) -> None:
-    tiny(name.split("-")[0], **ARCHITECTURES[name]).save_pretrained(tmp_path)
+    if name in FILES:
+        path = FILES[name](tmp_path)
+    else:
+        tiny(name.split("-")[0], **ARCHITECTURES[name]).save_pretrained(tmp_path)
+        path = tmp_path
     options = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 128}
-    with LLM(tmp_path, skip_tokenizer_init=True, num_threads=1, **options) as llm:
+    with LLM(path, skip_tokenizer_init=True, num_threads=1, **options) as llm:
         buffers = llm._runner().strategy.graph._buffers
         blocks = [*buffers._free, *(block for _, block in buffers._lent.values())]
         held = 4 * sum(block.count for block in blocks)

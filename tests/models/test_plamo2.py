@@ -1,6 +1,7 @@
 """GGUF files of PLaMo 2, which transformers has no class of, against its formulas in float64.
 
-llama.cpp's converter and logits gave the same for the same tensors (docs/log/models.md).
+A file of llama.cpp's converter gave the same; so did llama.cpp's logits, for a file whose first
+layer attends (docs/log/models.md).
 """
 
 from __future__ import annotations

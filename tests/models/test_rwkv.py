@@ -346,6 +346,7 @@ def test_answers_are_the_same_however_requests_run(kind: str, tmp_path: Path) ->
     with LLM(path, **options) as llm:
         assert answers(llm, prompts) == alone
         assert answers(llm, turns) == again
+        assert "recorded graph" in str(llm.explain())
         assert llm.get_metrics()["num_prompt_tokens_cached"] >= sum(map(len, prompts))
         llm.snapshot({"prompt_token_ids": turns[0]}).save(saved)
     with LLM(path, **options) as llm:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.quant.errors import CheckpointError
 from sdk.quant.tokenizer import TooManyTokens
@@ -81,3 +84,42 @@ def test_a_vocabulary_without_a_byte_is_refused() -> None:
     lacking = [one for one in TOKENS if one != b"\x07"]
     with pytest.raises(CheckpointError, match="a token for each byte, found none for byte 7"):
         tokenizer_from_gguf(metadata(lacking), "x.gguf")
+
+
+def vocabulary(folder: Path, lines: list[str]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(TOKENS) + 2}))
+    (folder / "rwkv_vocab_v20230424.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_has_the_tokens_of_its_file(tokenizer: Any, tmp_path: Path) -> None:
+    lines = []
+    for number, token in enumerate(TOKENS, 1):
+        try:
+            spelled = repr(token.decode())
+        except UnicodeDecodeError:
+            spelled = repr(token)
+        lines.append(f"{number} {spelled} {len(token)}\n")
+    found = tokenizer_from_folder(vocabulary(tmp_path, lines))
+    assert found is not None and found.vocab_size == len(TOKENS) + 2
+    for text in ("then the ä你好!\n\nit's\\n aaaaa", "'\"\x00\t"):
+        assert found.encode(text) == tokenizer.encode(text)
+    assert found.eos_token_ids == {0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["2 'a' 1\n", "1 'a' 2\n", "1 a 1\n", "1 'a' + 'b' 2\n", "1 '" + 3000 * "a" + "' 3000\n"],
+)
+def test_a_damaged_line_of_a_vocabulary_is_named(line: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="line 1: expected '1 TOKEN BYTES'"):
+        tokenizer_from_folder(vocabulary(tmp_path, [line]))
+
+
+def test_a_vocabulary_may_not_be_larger_than_the_model(tmp_path: Path) -> None:
+    lines = [f"{i} 'a' 1\n" for i in range(1, len(TOKENS) + 5)]
+    with pytest.raises(CheckpointError, match="expected at most 275 tokens, found 278"):
+        tokenizer_from_folder(vocabulary(tmp_path, lines))
+    (tmp_path / "rwkv_vocab_v20230424.txt").write_bytes(b" " * ((1 << 24) + 1))
+    with pytest.raises(CheckpointError, match="expected at most 16777216 bytes"):
+        tokenizer_from_folder(tmp_path)
