@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make test-windows`: the wheel for Windows, tried under Wine. .ci/windows.sh TOOLS MODEL PYTHON: TOOLS is a
-# Python with the packages of .ci/requirements-wheels.txt, PYTHON one with embedlm. Everything it makes lies in build/windows.
+# Python with the packages of .ci/requirements-wheels.txt, PYTHON one with embedlm. What it keeps lies in build/windows.
 #
 # It shows that the native module and the package run with Windows' interfaces and give the same answers as here. It
 # does not show what Wine does differently: the speed, how Windows schedules threads and frees memory, which of its
@@ -11,7 +11,10 @@ tools=$1
 model=$(realpath "$2")
 python=$3
 out=$PWD/build/windows
-export WINEPREFIX=$out/wine WINEDEBUG=-all
+# Not in the checkout: drive z: is a link to /, and the wheel's build backend follows links, also those that git ignores.
+WINEPREFIX=$(mktemp -d)
+export WINEPREFIX WINEDEBUG=-all
+trap 'wineserver -k || true; rm -rf "$WINEPREFIX"' EXIT
 zig=$("$tools" -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')
 
 command -v wine >/dev/null || {
@@ -20,7 +23,8 @@ command -v wine >/dev/null || {
 }
 say() { echo "=== $(printf '%(%T)T') $*"; }
 pip() { "$tools" -m pip --quiet --disable-pip-version-check "$@"; }
-windows() { wine "$out/python/python.exe" "$@" | tr -d '\r'; }
+# Errors through a pipe: Python does not start under Wine 8 where they go to a file.
+windows() { wine "$out/python/python.exe" "$@" 2> >(cat >&2) | tr -d '\r'; }
 
 say "compiling the native module and its driver for Windows (zig compiles its C++ library first: minutes, once)"
 mkdir -p "$out/native"

@@ -65,7 +65,7 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         begin = self._text.encode("a")[:1]
         #: BOS, if the engine begins the model's texts with it.
         self._bos = begin if begin == [self._text.bos_token_id] else []
-        if not self._bos and not self._text.eos_token_ids:
+        if self._text.bos_token_id is None and not self._text.eos_token_ids:
             raise RequestError(f"{pretrained}: expected BOS or EOS to begin a text, found neither")
 
     @property
@@ -79,8 +79,10 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
-        return self._bos[0] if self._bos else self.eot_token_id
+        """The token before a text without context: BOS, as for lm-eval's other models, also where
+        texts do not begin with it."""
+        bos = self._text.bos_token_id
+        return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:

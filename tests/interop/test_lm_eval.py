@@ -78,11 +78,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(python: Path, how: list[str], place: Path, out: Path) -> dict[str, list[dict[str, Any]]]:
+#: How lm-eval names the model, and its arguments.
+OURS = ("embedlm", f"pretrained={MODEL},max_length={LENGTH},compute=exact,kv_cache_dtype=float32")
+
+
+def run(
+    python: Path, how: list[str], place: Path, out: Path, model: tuple[str, str] = OURS
+) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval's command, started by ``how``, writes of each task: a row per document."""
-    arguments = f"pretrained={MODEL},max_length={LENGTH},compute=exact,kv_cache_dtype=float32"
-    command = [str(python), *how, "run"]
-    command += ["--model", "embedlm", "--model_args", arguments, "--include_path", str(place)]
+    command = [str(python), *how, "run", "--include_path", str(place)]
+    command += ["--model", model[0], "--model_args", model[1]]
     command += ["--tasks", *(f"tiny_{name}" for name in TASKS), "--log_samples"]
     command += ["--output_path", str(out)]
     own = {**surroundings(), "HF_HOME": str(place / "cache")}
@@ -123,6 +128,25 @@ def test_an_entry_point_finds_the_same_model(
     found = run(python("lm-eval"), ["-c", DISCOVERY], place, tmp_path)
     for name, rows in samples.items():
         assert [row["resps"] for row in found[name]] == [row["resps"] for row in rows]
+
+
+def test_scores_and_texts_are_those_of_transformers_in_lm_eval(
+    python: Callable[[str], Path], model: Callable[[str], Path], place: Path, tmp_path: Path
+) -> None:
+    folder = f"pretrained={model('llama')},max_length={LENGTH},dtype=float32"
+    exact = "compute=exact,kv_cache_dtype=float32"
+    own = (["-m", "sdk.evaluating.harness"], place, tmp_path / "ours")
+    ours = run(python("lm-eval"), *own, ("embedlm", f"{folder},{exact}"))
+    other = (["-m", "lm_eval"], place, tmp_path / "theirs")
+    theirs = run(python("lm-eval"), *other, ("hf", folder))
+    for row, expected in zip(ours["choice"], theirs["choice"], strict=True):
+        for [found], [answer] in zip(row["resps"], expected["resps"], strict=True):
+            assert float(found[0]) == pytest.approx(float(answer[0]), abs=1e-3)
+            assert str(found[1]) == str(answer[1])
+    # lm-eval reads long texts in windows that are two tokens longer with transformers
+    found, answer = (rows["rolling"][0]["resps"][0][0] for rows in (ours, theirs))
+    assert float(found) == pytest.approx(float(answer), abs=1e-3)
+    assert [row["resps"] for row in ours["until"]] == [row["resps"] for row in theirs["until"]]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import struct
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from sdk.kernels.cpu import library
 from sdk.kernels.cpu.library_file import made_for
+from sdk.kernels.system import SYSTEM
 
 
 def elf(machine: int) -> bytes:
@@ -55,8 +55,8 @@ def test_a_library_of_another_system_is_named_with_what_to_do(data: bytes, tmp_p
 
 
 def test_the_library_of_this_system_is_not_foreign() -> None:
-    own = elf({"x86_64": 62, "aarch64": 183}[platform.machine()])
-    assert made_for(own) == f"{platform.machine()} Linux"
+    machine = SYSTEM.machine()
+    assert made_for(elf({"x86_64": 62, "aarch64": 183}[machine])) == f"{machine} Linux"
 
 
 def test_where_another_suffix_is_looked_for_the_file_that_is_there_is_named(

@@ -180,6 +180,7 @@ except RequestError as error:
 """
 
 
+@pytest.mark.skipif(SYSTEM.name != "Linux", reason="other systems have none")
 def test_a_python_without_memory_files_runs_everything_else() -> None:
     command = [sys.executable, "-c", OLD_PYTHON, *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
