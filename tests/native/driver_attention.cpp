@@ -7,6 +7,8 @@ struct AttentionShape {
     int64_t requests, heads, kv_heads, head_dim, page_size, pages, table_width;
     int key_type, value_type;
     int32_t group;  // dimensions that share a scale
+    bool latent;    // a value is the first half of its key
+    int64_t value_dim() const { return latent ? head_dim / 2 : head_dim; }
 };
 
 bool has_scales(int type) { return type != kF32 && type != kF16 && type != kBF16; }
@@ -22,7 +24,7 @@ int64_t head_size(const AttentionShape& s, int type) {
 struct Cache {
     explicit Cache(const AttentionShape& s)
         : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
-          v(s.pages * s.kv_heads * head_size(s, s.value_type) * size_of(s.value_type)),
+          v(s.latent ? 0 : s.pages * s.kv_heads * head_size(s, s.value_type) * size_of(s.value_type)),
           k_scales(s.pages * s.kv_heads * groups(s) * s.page_size),
           v_scales(k_scales.size()) {
         for (int64_t i = 0; i < k.size(); ++i) k[i] = 0xff;
@@ -54,7 +56,9 @@ PageSide side(const AttentionShape& s, int type, Buffer<uint8_t>& codes, Buffer<
 
 // Keys and values of a cache.
 PageLevel level(const AttentionShape& s, Cache& cache) {
-    return {side(s, s.key_type, cache.k, cache.k_scales, s.page_size),
+    const PageSide keys = side(s, s.key_type, cache.k, cache.k_scales, s.page_size);
+    if (s.latent) return {keys, keys};
+    return {keys,
             side(s, s.value_type, cache.v, cache.v_scales,
                  s.head_dim / (s.value_type == kI4 ? 2 : 1))};
 }
@@ -101,7 +105,8 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
     rope.heads = args.heads = (int32_t)s.heads;
     rope.kv_heads = args.kv_heads = (int32_t)s.kv_heads;
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
-    rope.value_dim = args.value_dim = (int32_t)s.head_dim;
+    rope.value_dim = args.value_dim = (int32_t)s.value_dim();
+    args.latent = s.latent;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
     Buffer<float> norm(s.head_dim);
@@ -113,6 +118,12 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
         rope.positions = slots;
         rope.length = 7;
         rope.beta = 0.1f;
+    }
+    if (s.latent) {  // the parts that turn are the last halves
+        rope.q_norm = rope.k_norm = rope.v_norm = nullptr;
+        rope.q_turned = rope.q + s.value_dim();
+        rope.turned_token = token;
+        rope.turned_head = s.head_dim;
     }
     runtime.run(kOpRope, rope, tokens);
     args.q = rope.q;
@@ -135,12 +146,13 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     s.requests = random.between(1, 4);
     s.kv_heads = random.between(1, 3);
     s.heads = s.kv_heads * random.between(1, 4);
-    s.head_dim = 8 * random.between(1, 9);
+    s.latent = !random.below(4);
+    s.head_dim = s.latent ? 16 * random.between(1, 6) : 8 * random.between(1, 9);
     s.page_size = sizes[random.below(4)];
     s.table_width = (most + s.page_size - 1) / s.page_size;
     s.pages = s.requests * s.table_width;
     s.key_type = types[random.below(7)];
-    s.value_type = types[random.below(7)];
+    s.value_type = s.latent ? s.key_type : types[random.below(7)];
     s.group = (int32_t)(32 * random.between(1, 3));
     Buffer<int32_t> table(s.pages), start(s.requests + 1), context(s.requests);
     for (int64_t i = 0; i < s.pages; ++i) {
@@ -183,12 +195,12 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
                  tokens);
         const Buffer<float> qkv = floats(random, tokens * (s.heads + 2 * s.kv_heads) * s.head_dim);
         Cache* cache = &first;
-        both(one, many, tokens * s.heads * s.head_dim, [&](TestRuntime& runtime, float* out) {
+        both(one, many, tokens * s.heads * s.value_dim(), [&](TestRuntime& runtime, float* out) {
             args.out = out;
             attend(runtime, s, *cache, qkv, args, cos.data(), sin.data(), slots.data(), tokens);
             cache = &second;
-            for (int64_t i = 0; i < tokens * s.heads * s.head_dim; ++i) CHECK(out[i] == out[i]);
+            for (int64_t i = 0; i < tokens * s.heads * s.value_dim(); ++i) CHECK(out[i] == out[i]);
         });
     }
-    if (context[0] >= s.page_size) recode(one, many, s, first, table[0]);
+    if (context[0] >= s.page_size && !s.latent) recode(one, many, s, first, table[0]);
 }

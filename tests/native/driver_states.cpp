@@ -144,6 +144,27 @@ void states(Random& random, TestRuntime& one, TestRuntime& many) {
         args.size = (int32_t)size;
         agree(one, many, kOpSpace, step, args, state, slot, total * heads * width);
     }
+    {  // Mamba-1: each row has its own rate, each number its own decay
+        const int64_t width = random.below(3) ? random.between(1, 90) : 300, size = random.between(1, 20);
+        Buffer<float> x = floats(random, total * width), b = floats(random, total * 2 * size);
+        Buffer<float> rates = floats(random, total * width), a = floats(random, width * size);
+        Buffer<float> d = floats(random, width), state = floats(random, step.count * width * size);
+        for (int64_t i = 0; i < rates.size(); ++i) rates[i] = fabsf(rates[i]);
+        for (int64_t i = 0; i < a.size(); ++i) a[i] = -fabsf(a[i]);
+        SpaceArgs args = {};
+        args.x = x.data();
+        args.dt = rates.data();
+        args.a = a.data();
+        args.b = b.data();
+        args.c = b.data() + (total ? size : 0);
+        args.d = random.below(2) ? d.data() : nullptr;
+        args.x_token = args.dt_token = width;
+        args.b_token = args.c_token = 2 * size;
+        args.heads = args.groups = args.by_row = 1;
+        args.width = (int32_t)width;
+        args.size = (int32_t)size;
+        agree(one, many, kOpSpace, step, args, state, width * size, total * width);
+    }
 }
 
 void state_gates(Random& random, TestRuntime& one, TestRuntime& many) {
