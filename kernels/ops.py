@@ -103,8 +103,7 @@ class Ops:
         faster and ``compute`` is not exact, products with 16-bit float weights, and attention over
         bfloat16 pages that is both ways and has nothing else, round their inputs to bfloat16. Sums
         and what is between operators stay float32. For encoders of images."""
-        found = copy(self)
-        found.rounded = self.context.multiplies_bf16
+        (found := copy(self)).rounded = self.context.multiplies_bf16
         return found
 
     @property
