@@ -147,5 +147,5 @@ def test_products_in_bfloat16_keep_their_sums_in_registers() -> None:
         dots = count(lines, r"\bvdpbf16ps\b")
         assert dots in (sums, 2 * sums), name
         assert count(lines, r"zmm.*\(%r[sb]p\)|\(%r[sb]p.*zmm") == 0, name
-        # each sum starts as a copy of zero; kept in memory or copied, each would have two more moves
+        # Each sum starts as a copy of zero; kept elsewhere, each would have two more moves.
         assert count(lines, r"\bvmov(dqa|ap)\S*\s+%zmm\d+,%zmm\d+") <= 1.5 * sums, name
