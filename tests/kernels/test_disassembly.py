@@ -147,5 +147,6 @@ def test_products_in_bfloat16_keep_their_sums_in_registers() -> None:
         dots = count(lines, r"\bvdpbf16ps\b")
         assert dots in (sums, 2 * sums), name
         assert count(lines, r"zmm.*\(%r[sb]p\)|\(%r[sb]p.*zmm") == 0, name
-        # Each sum starts as a copy of zero; kept elsewhere, each would have two more moves.
-        assert count(lines, r"\bvmov(dqa|ap)\S*\s+%zmm\d+,%zmm\d+") <= 1.5 * sums, name
+        numbers = [i for i, line in enumerate(lines) if "vdpbf16ps" in line]
+        loop = lines[numbers[0] : numbers[-1]]  # a sum that is kept elsewhere has two moves
+        assert count(loop, r"\bvmov(dqa|ap)\S*\s+%zmm\d+,%zmm\d+") <= 2, name
