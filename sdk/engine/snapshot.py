@@ -1,14 +1,15 @@
 """A prefix outside of an engine: tokens with their keys and values, in memory or in a file.
 
 The file (version 1; 2 if layers have rows of the last tokens only; 3 if layers differ in what
-they keep; little endian)::
+they keep; 4 with images; little endian)::
 
     8 bytes   "EMBEDKV\\0"
     4         version
     4         length of the header
     header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers;
               in versions 2 and 3 also the rows of each layer, in version 3 also its cache: shape,
-              window, or the parts of its state on one rank (quant/caches.py)
+              window, or the parts of its state on one rank (quant/caches.py); in version 4 rows,
+              caches (empty: all alike), and of each image the digest and the spans of its tokens
     body      token ids int32; then for each layer the centre of its keys, if it has one, float32
               [heads, key_dim], and its rows uint8 [tokens or rows, heads, row]; of a state uint8
               [ranks, bytes] (engine/rank/kv_transfer.py)
@@ -40,6 +41,7 @@ from numpy.typing import NDArray
 from sdk.api.errors import SnapshotError
 from sdk.api.sizes import format_bytes
 from sdk.engine.model_key import ModelKey
+from sdk.engine.pages.image_keys import PlacedImage
 from sdk.engine.rank.kv_transfer import LayerKV, LayerStates, StoredKV, row_widths
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.system import SYSTEM
@@ -48,7 +50,7 @@ from sdk.quant.caches import StateCache, cache_of, described
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec
 
-_MAGIC, _VERSIONS = b"EMBEDKV\0", (1, 2, 3)
+_MAGIC, _VERSIONS = b"EMBEDKV\0", (1, 2, 3, 4)
 _START = struct.Struct("<8sII")
 _DIGEST = hashlib.sha256().digest_size
 _MOST_HEADER, _MOST_LAYERS = 1 << 20, 1 << 12
@@ -64,6 +66,8 @@ class Snapshot:
     model: ModelKey
     token_ids: tuple[int, ...]
     kv: StoredKV
+    #: The images among the tokens; of one at the end maybe the first rows alone.
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -138,6 +142,10 @@ class Snapshot:
             header["rows"], version = rows, _VERSIONS[1]
         if spec.caches:
             header["caches"], version = [described(one) for one in spec.caches], _VERSIONS[2]
+        if self.images:
+            found = [[one.digest.hex(), one.spans] for one in self.images]
+            header |= {"rows": rows, "caches": header.get("caches", []), "images": found}
+            version = _VERSIONS[3]
         text = json.dumps(header).encode()
         yield memoryview(_START.pack(_MAGIC, version, len(text)) + text)
         yield _bytes(np.array(self.token_ids, dtype="<i4"))
@@ -192,7 +200,8 @@ class Snapshot:
             else:
                 heads = spec.cache(layer).kv_heads
                 layers.append(LayerKV(rows.reshape(count, heads, -1), centre))
-        return cls(header.model, tuple(ids.tolist()), StoredKV(spec, tuple(layers), tokens))
+        kv = StoredKV(spec, tuple(layers), tokens)
+        return cls(header.model, tuple(ids.tolist()), kv, header.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,7 @@ class _Header:
     centred: frozenset[int]
     #: Of each layer: tokens, or ranks that have a part of its state.
     rows: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
 
     def is_state(self, layer: int) -> bool:
         """Whether a layer has a recurrent state."""
@@ -243,17 +253,34 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
             raise ValueError(counts)
         tokens, layers, heads, head_dim = counts
         model = ModelKey(str(fields["model"]["name"]), str(fields["model"]["digest"]))
-        given = fields["caches"] if version == _VERSIONS[2] else ()
+        given = fields["caches"] if version >= _VERSIONS[2] else ()
         if layers > _MOST_LAYERS or head_dim % 2 or len(given) not in (0, layers):
             raise ValueError(counts)
         caches = tuple(map(cache_of, given))
         spec = KVSpec(layers, heads, head_dim, 1, str(fields["dtype"]), caches)
         rows = tuple(fields["rows"]) if version != _VERSIONS[0] else (tokens,) * layers
-        header = _Header(model, tokens, spec, frozenset(fields["centred"]), rows)
+        images = _images(fields["images"], tokens) if version == _VERSIONS[3] else ()
+        header = _Header(model, tokens, spec, frozenset(fields["centred"]), rows, images)
         _check_layers(header)
         return header
     except (CheckpointError, ValueError, KeyError, TypeError, IndexError) as error:
         raise SnapshotError(f"{path}: damaged: its header cannot be read") from error
+
+
+def _images(given: Any, tokens: int) -> tuple[PlacedImage, ...]:
+    """:raises ValueError: spans are not one after the other among the tokens, or a digest has
+    another length."""
+    found, end = list[PlacedImage](), 0
+    for digest, spans in given:
+        for first, count in spans:
+            if type(first) is not int or first < end or not _is_count(count):
+                raise ValueError(spans)
+            end = first + count
+        one = PlacedImage(bytes.fromhex(digest), tuple((first, count) for first, count in spans))
+        if len(one.digest) != _DIGEST or not spans or end > tokens:
+            raise ValueError(given)
+        found.append(one)
+    return tuple(found)
 
 
 def _check_layers(header: _Header) -> None:

@@ -18,7 +18,7 @@ from sdk.api.params import SamplingParams
 from sdk.api.sizes import format_bytes, parse_bytes
 from sdk.engine.expert_balance import ExpertBalance
 from sdk.engine.pages.budget import Budget
-from sdk.engine.pages.image_keys import key_ids
+from sdk.engine.pages.image_keys import key_ids, placed, placed_before
 from sdk.engine.rank.runner import ModelRunner
 from sdk.kernels.system import SYSTEM
 from sdk.loading.load import Loaded, fork
@@ -298,32 +298,28 @@ class SavedPrefixes:
         """The full pages of a prompt; missing ones are computed."""
         if prompt.embeds is not None:
             raise RequestError("snapshot: expected a prompt of tokens, found prompt_embeds")
-        if prompt.images:
-            raise RequestError(
-                "snapshot: a prompt with images cannot be saved: its token ids do not "
-                "tell one image from another; pin() keeps its prefix in memory"
-            )
         if prompt.adapter is not None:
             raise RequestError("snapshot: a prompt with an adapter cannot be saved; use pin")
         from sdk.engine.snapshot import Snapshot
 
-        ids, salt = prompt.token_ids, prompt.cache_salt
+        ids, salt = _ids_of(prompt), prompt.cache_salt
         stored = self._when_cached(prompt, lambda: self.kept.read(ids, salt))
-        return Snapshot(self.model_key, ids[: stored.num_tokens], stored)
+        images = placed_before(stored.num_tokens, placed(prompt.images))
+        return Snapshot(self.model_key, prompt.token_ids[: stored.num_tokens], stored, images)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
         """The full pages of an unfinished request so far."""
         from sdk.engine.snapshot import Snapshot
 
         def read() -> Snapshot:
-            ids, salt = self.kept.tokens_of(request_id)
-            stored = self.kept.read(ids, salt)
+            ids, salt, images = self.kept.tokens_of(request_id)
+            stored = self.kept.read(key_ids(ids, images), salt)
             if stored is None:
                 raise RequestError(
                     f"request {request_id!r}: its pages are no longer in the prefix cache; take "
                     "the snapshot again once it runs"
                 )
-            return Snapshot(self.model_key, tuple(ids), stored)
+            return Snapshot(self.model_key, tuple(ids), stored, images)
 
         return self._driver.between_steps(read)
 
@@ -337,8 +333,9 @@ class SavedPrefixes:
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
         self._check(snapshot)
         ids = snapshot.token_ids[: self._max_model_len - 1]  # the most that a prompt can use
+        keys = key_ids(ids, placed_before(len(ids), snapshot.images))
         return self._driver.between_steps(
-            lambda: self.kept.restore(ids, salt, snapshot.kv, pin=pin)
+            lambda: self.kept.restore(keys, salt, snapshot.kv, pin=pin)
         )
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -416,7 +413,9 @@ class SavedPrefixes:
 
 def _ids_of(prompt: Prompt) -> Sequence[int]:
     """The ids by which its prefixes are found: of an image those of its pixels."""
-    return key_ids(prompt.token_ids, prompt.images) if prompt.images else prompt.token_ids
+    if not prompt.images:
+        return prompt.token_ids
+    return key_ids(prompt.token_ids, placed(prompt.images))
 
 
 def _key_of(prompt: Prompt) -> str | None:

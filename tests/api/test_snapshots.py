@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import resource
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,9 +263,9 @@ def test_every_flipped_bit_is_noticed(saved: Path, tmp_path: Path) -> None:
 
 def test_another_version_and_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     data = _bytes(saved)
-    data[8] = 4
+    data[8] = 5
     (tmp_path / "new.kv").write_bytes(data)
-    with pytest.raises(SnapshotError, match=r"of version 4; this release reads versions 1 to 3"):
+    with pytest.raises(SnapshotError, match=r"of version 5; this release reads versions 1 to 4"):
         Snapshot.load(tmp_path / "new.kv")
     (tmp_path / "text.kv").write_text("Once upon a time " * 10)
     with pytest.raises(SnapshotError, match=r"not a snapshot"):
@@ -420,3 +424,33 @@ def test_a_header_that_nobody_should_parse_is_a_snapshot_error(
     path.write_bytes(saved.read_bytes()[:12] + len(header).to_bytes(4, "little") + header)
     with pytest.raises(SnapshotError, match=r"hostile.kv: damaged: its header cannot be read"):
         Snapshot.load(path)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        [["00" * 32, [[0, 5], [4, 3]]]],  # not one after the other
+        [["00" * 32, [[0, 1 << 20]]]],  # beyond the tokens
+        [["00" * 31, [[0, 5]]]],
+        [["zz" * 32, [[0, 5]]]],
+        [["00" * 32, []]],
+        [["00" * 32, [[0, -1]]]],
+        [[]],
+        7,
+    ],
+    ids=str,
+)
+def test_images_that_a_file_cannot_have_are_refused(
+    saved: Path, tmp_path: Path, images: Any
+) -> None:
+    data = _bytes(saved)
+    length = int.from_bytes(data[12:16], "little")
+    header = json.loads(bytes(data[16 : 16 + length]))
+    tokens = header["tokens"]
+    header |= {"rows": [tokens] * header["layers"], "caches": [], "images": images}
+    text = json.dumps(header).encode()
+    body = bytes(data[16 + length : -32])
+    whole = bytes(data[:8]) + struct.pack("<II", 4, len(text)) + text + body
+    (tmp_path / "new.kv").write_bytes(whole + hashlib.sha256(whole).digest())
+    with pytest.raises(SnapshotError, match="damaged: its header cannot be read"):
+        Snapshot.load(tmp_path / "new.kv")

@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 
-from sdk import LLM, BeamSearchParams, RequestError, SamplingParams
+from sdk import LLM, BeamSearchParams, RequestError, SamplingParams, Snapshot
 from sdk.requests.prompts.kinds import ChatOptions
 from sdk.serving import create_app
 from tests.models.tiny_vision import MODELS, vision_model
@@ -234,8 +234,6 @@ def test_one_request_that_is_refused_changes_nothing_for_others(llm: LLM) -> Non
         llm.chat(many, GREEDY)
     [after] = llm.chat(fine, GREEDY)
     assert answer(after) == answer(before)
-    with pytest.raises(RequestError, match="a prompt with images cannot be saved"):
-        llm.snapshot(fine)
 
 
 def test_a_pinned_image_stays_and_another_is_not_taken_for_it(llm: LLM) -> None:
@@ -250,6 +248,50 @@ def test_a_pinned_image_stays_and_another_is_not_taken_for_it(llm: LLM) -> None:
     assert (other.num_cached_tokens or 0) < 16
     assert not llm.unpin(with_images(SEVERAL[:1], [picture(40, 61, 22)]))
     assert llm.unpin(asked) and llm.get_metrics()["num_pages_pinned"] == 0
+
+
+def test_a_snapshot_brings_back_the_prefix_of_an_image_without_its_encoding(
+    llm: LLM, seeing: tuple[Family, Path], tmp_path: Path
+) -> None:
+    """In another engine, from a file; another image is not taken for it."""
+    asked = with_images(SEVERAL, [picture(40, 61, 41), picture(90, 30, 42)])
+    [wanted] = llm.chat(asked, GREEDY)
+    snapshot = llm.snapshot(asked)
+    assert 1 <= len(snapshot.images) <= 2 and snapshot.num_tokens >= 16
+    snapshot.save(tmp_path / "seen.kv")
+    read = Snapshot.load(tmp_path / "seen.kv")
+    assert read.images == snapshot.images and read.token_ids == snapshot.token_ids
+    exact = {"dtype": "float32", "kv_cache_dtype": "float32", "compute": "exact"}
+    with LLM(str(seeing[1]), max_model_len=512, num_threads=1, **exact) as other:
+        assert other.restore(tmp_path / "seen.kv") == snapshot.num_tokens
+        [after] = other.chat(asked, GREEDY)
+        assert answer(after) == answer(wanted)
+        assert (after.num_cached_tokens or 0) >= 16
+        images = other._driver._engine.scheduler.images
+        assert images is not None
+        ends = [one.spans[-1][0] + one.spans[-1][1] for one in snapshot.images]
+        whole = sum(end < snapshot.num_tokens for end in ends)
+        assert whole >= 1 and images.num_encoded == 2 - whole
+        changed = with_images(SEVERAL, [picture(40, 61, 43), picture(90, 30, 42)])
+        [different] = other.chat(changed, GREEDY)
+        assert (different.num_cached_tokens or 0) < 16
+
+
+def test_an_unfinished_request_with_an_image_can_be_saved(llm: LLM) -> None:
+    asked = with_images(SEVERAL[:1], [picture(40, 61, 51)])
+    llm.reset_prefix_cache()
+    [request_id] = llm.enqueue(asked, GREEDY.clone(max_tokens=40))
+    llm.step()
+    request = llm._driver._engine.scheduler.queues.unfinished[request_id]
+    while request.num_computed < request.num_prompt_tokens:
+        llm.step()
+    saved = llm.snapshot(request_id=request_id)
+    llm.abort(request_id)
+    assert saved.images and saved.num_tokens >= 16
+    llm.reset_prefix_cache()
+    assert llm.restore(saved) == saved.num_tokens
+    [again] = llm.chat(asked, GREEDY)
+    assert (again.num_cached_tokens or 0) >= 16
 
 
 def test_an_estimate_counts_the_work_of_the_tower(llm: LLM) -> None:

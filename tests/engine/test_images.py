@@ -14,7 +14,7 @@ import torch
 
 from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
-from sdk.engine.pages.image_keys import image_ids, key_ids
+from sdk.engine.pages.image_keys import image_ids, key_ids, placed, placed_before
 from sdk.engine.plan import StepResult
 from sdk.loading.load import Loaded, load
 from sdk.memory.images import image_memory, why_no_images
@@ -623,7 +623,11 @@ def test_rows_of_images_have_ids_of_their_own() -> None:
     assert ids[:7] == image_ids(b"a" * 32, 7)
     assert not set(ids) & set(image_ids(b"b" * 32, 1000))
     one = PromptImage(ImageInput((), ((1, 3),), 3, b"a" * 32), ((2, 2), (5, 1)))
-    assert key_ids([5, 6, 90, 90, 7, 90, 8], (one,)) == [5, 6, *ids[:2], 7, ids[2], 8]
+    assert key_ids([5, 6, 90, 90, 7, 90, 8], placed([one])) == [5, 6, *ids[:2], 7, ids[2], 8]
+    assert placed_before(5, placed([one])) == ((one.image.digest, ((2, 2),)),)
+    assert placed_before(2, placed([one])) == ()
+    cut = key_ids([5, 6, 90], placed_before(3, placed([one])))
+    assert cut == [5, 6, ids[0]]  # the first rows alone
 
 
 def test_a_gguf_model_with_its_mmproj_beside_it_or_named(tmp_path: Path) -> None:

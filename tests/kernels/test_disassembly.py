@@ -132,3 +132,21 @@ def test_attention_of_codes_keeps_its_sums_in_registers(
     assert dots in (24, 48)
     assert count(lines, r"zmm.*\(%r[sb]p\)|\(%r[sb]p.*zmm") <= 0.5 * dots
     assert count(lines, r"\bvmovdqa\S*\s+%zmm\d+,%zmm\d+") <= dots
+
+
+def test_products_in_bfloat16_keep_their_sums_in_registers() -> None:
+    """Eight rows of a product; six rows of attention with four vectors of keys or values."""
+    functions = functions_of("avx512_bf16")
+    expected = {
+        "panel_bf16ILi8E": 16,
+        "pair_scores_bf16ILi6ELi4E": 24,
+        "pair_sums_bf16ILi6ELi4E": 24,
+    }
+    for name, sums in expected.items():
+        (lines,) = inner(functions, name).values()
+        dots = count(lines, r"\bvdpbf16ps\b")
+        assert dots in (sums, 2 * sums), name
+        assert count(lines, r"zmm.*\(%r[sb]p\)|\(%r[sb]p.*zmm") == 0, name
+        numbers = [i for i, line in enumerate(lines) if "vdpbf16ps" in line]
+        loop = lines[numbers[0] : numbers[-1]]  # a sum that is kept elsewhere has two moves
+        assert count(loop, r"\bvmov(dqa|ap)\S*\s+%zmm\d+,%zmm\d+") <= 2, name

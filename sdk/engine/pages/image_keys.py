@@ -9,15 +9,37 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from sdk.models.vision.image import PromptImage
 
 _MASK = (1 << 62) - 1
 
 
+class PlacedImage(NamedTuple):
+    """What a prefix knows of an image: its digest, and where its rows are, as in
+    :class:`sdk.models.vision.image.PromptImage`."""
+
+    digest: bytes
+    spans: tuple[tuple[int, int], ...]
+
+
+def placed(images: Iterable[PromptImage]) -> list[PlacedImage]:
+    return [PlacedImage(one.image.digest, one.spans) for one in images]
+
+
+def placed_before(end: int, images: Iterable[PlacedImage]) -> tuple[PlacedImage, ...]:
+    """The images, or their first rows, among the first ``end`` tokens."""
+    found = []
+    for digest, spans in images:
+        if kept := [(first, min(count, end - first)) for first, count in spans if first < end]:
+            found.append(PlacedImage(digest, tuple(kept)))
+    return tuple(found)
+
+
 def image_ids(digest: bytes, count: int) -> list[int]:
-    """Negative numbers for the rows of an image: each of 62 bits of a hash of its digest."""
+    """Negative numbers for the first rows of an image: each of 62 bits of a hash of its digest."""
     found = array("q")
     found.frombytes(hashlib.shake_128(digest).digest(8 * count))
     return [~(number & _MASK) for number in found]
@@ -30,11 +52,11 @@ def whole_ids(ids: Sequence[int]) -> list[int]:
     return [*image_ids(digest, 1), *ids[1:]]
 
 
-def key_ids(token_ids: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
+def key_ids(token_ids: Sequence[int], images: Iterable[PlacedImage]) -> list[int]:
     """The ids of a prompt in keys."""
     found = list(token_ids)
-    for image, spans in images:
-        ids, row = image_ids(image.digest, image.num_tokens), 0
+    for digest, spans in images:
+        ids, row = image_ids(digest, sum(count for _, count in spans)), 0
         for first, count in spans:
             found[first : first + count] = ids[row : row + count]
             row += count

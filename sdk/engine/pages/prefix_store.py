@@ -1,7 +1,8 @@
 """Pins prefixes in the cache, reads them for snapshots, and writes snapshots back.
 
-All of this happens between two steps. A prefix is identified by its tokens and its salt, in whole
-pages: the rest of a last page, at most ``page_size - 1`` tokens, is computed again.
+All of this happens between two steps. A prefix is identified by its tokens (those of images as in
+``image_keys.py``) and its salt, in whole pages: the rest of a last page, at most ``page_size - 1``
+tokens, is computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sdk.engine.executor import Executor
 from sdk.engine.job import Job
 from sdk.engine.pages.frames import Held
 from sdk.engine.pages.groups import Groups
+from sdk.engine.pages.image_keys import PlacedImage, placed, placed_before
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.pages.swapped_places import NO_HIT
 from sdk.engine.plan import SequenceSpec
@@ -76,9 +78,9 @@ class PrefixStore:
         self._scheduler.prefixes.extend_keys(prefix, len(token_ids) // config.page_size)
         return prefix.keys
 
-    def tokens_of(self, request_id: str) -> tuple[list[int], str | None]:
-        """The computed tokens of an unfinished request, in whole pages, and its salt; with frames
-        and states as many as another request could begin after."""
+    def tokens_of(self, request_id: str) -> tuple[list[int], str | None, tuple[PlacedImage, ...]]:
+        """The computed tokens of an unfinished request, in whole pages, its salt and the images
+        among them; with frames and states as many as another request could begin after."""
         request = self._scheduler.queues.unfinished.get(request_id)
         if request is None:
             raise RequestError(
@@ -86,8 +88,6 @@ class PrefixStore:
             )
         if request.spec.prompt_embeds is not None:
             raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found embeddings")
-        if request.spec.images:
-            raise RequestError(f"request {request_id!r}: a snapshot needs tokens, found images")
         if request.adapter is not None:
             raise RequestError(
                 f"request {request_id!r}: it runs with an adapter; snapshots of such requests are "
@@ -97,7 +97,9 @@ class PrefixStore:
         num_pages = request.num_computed // size
         if groups is not None:
             num_pages = groups.longest(self._scheduler.pool.match(request.keys)).num_pages
-        return request.token_ids[: num_pages * size], request.job.cache_salt
+        end = num_pages * size
+        images = placed_before(end, placed(request.spec.images))
+        return request.token_ids[:end], request.job.cache_salt, images
 
     # Pins
 

@@ -19,7 +19,7 @@ from sdk.api.params import RequestOutputKind, SamplingParams
 from sdk.api.timeline import RequestEvent, with_event
 from sdk.engine.job import Job
 from sdk.engine.pages.frames import Held
-from sdk.engine.pages.image_keys import key_ids
+from sdk.engine.pages.image_keys import key_ids, placed
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.pages.states import WorkingState
 from sdk.engine.plan import Frames, RequestStart, SequenceSpec
@@ -151,7 +151,7 @@ class Request:
         self.token_ids = list(job.prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         # The prompt's ids in keys, if they are not its token ids.
-        self.key_prompt = key_ids(self.token_ids, spec.images) if spec.images else None
+        self.key_prompt = key_ids(self.token_ids, placed(spec.images)) if spec.images else None
         self.num_computed = 0
         self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
         self.num_prompt_scored = 0  # prompt_logprobs reported so far
