@@ -407,12 +407,14 @@ def _smallest_budget(
         limits = {**limits, "max_num_batched_tokens": tokens}
     made = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     pages = -(-made.max_model_len // made.page_size)
-    kv = config.kv_cache_memory_bytes
-    if isinstance(kv, int) and kv >= pages * made.page_bytes:
-        pages = min(kv // made.page_bytes, pages * config.max_num_seqs)
-    else:
-        limits = {**limits, "kv_cache_memory_bytes": None}
     made = replace(made, num_pages=pages)
-    budget = f"{-(-made.total // 2**20)}MiB"
+    kv, more = config.kv_cache_memory_bytes, 0
+    if not isinstance(kv, int) or kv < made.kv_cache:
+        limits = {**limits, "kv_cache_memory_bytes": None}
+    elif made.windows or made.states is not None:  # frames and states share it with pages
+        more = kv - made.kv_cache
+    else:
+        made = replace(made, num_pages=min(kv // made.page_bytes, pages * config.max_num_seqs))
+    budget = f"{-(-(made.total + more) // 2**20)}MiB"
     tried = plan_for(replace(config, **limits, memory=budget), checkpoint)
     return _Budget(budget, limits, made) if tried.fits else None

@@ -1,9 +1,9 @@
 """AWQ and SmoothQuant on a layer: factors per input channel, folded into what precedes a matrix.
 
 The input of q, k and v, and that of gate and up, is the output of a norm: its weight and its bias
-take the factors, unless it has no weight or others read it too (parallel blocks). The input of the
-output projection is linear in the values, that of down is linear in up if there is a gate: there
-the rows of the preceding matrix take them (AWQ only, and only if it is a separate matrix).
+take the factors, unless it has no weight or others read it too (parallel blocks, Mamba). The input
+of the output projection is linear in the values, that of down is linear in up if there is a gate:
+there the rows of the preceding matrix take them (AWQ only, and only if it is a separate matrix).
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Folding:
             first = last in _FIRST_OF_ATTENTION
             norm = self.norms.before_attention if first else self.norms.before_mlp
             shared = self.config.parallel_blocks and self.norms.before_mlp is None
+            shared |= self._others_read(names, statistics)
             if norm is not None and self.layer.norm.weight and not shared:
                 self._into_norm(f"{self.path}.{norm}", names, statistics)
             return
@@ -101,6 +102,17 @@ class Folding:
             return  # what it reads does not grow with the rows of v
         if self.scheme.method == "awq" and before in self.weights:
             self._into_rows(before, names[0], statistics)
+
+    def _others_read(self, names: tuple[str, ...], statistics: InputStatistics) -> bool:
+        """Whether other matrices read the same numbers, or these times a factor: Mamba beside
+        attention, up beside a gate that has a factor of its own."""
+        own = statistics.mean_square
+        for other, found in self.inputs.items():
+            if other != names and len(found.mean_square) == len(own):
+                scaled = found.mean_square * (own.sum() / found.mean_square.sum())
+                if torch.allclose(scaled, own, rtol=1e-3):
+                    return True
+        return False
 
     def _into_norm(self, norm: str, names: tuple[str, ...], statistics: InputStatistics) -> None:
         joined = torch.cat([self.weights[name] for name in names])

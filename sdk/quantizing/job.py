@@ -203,12 +203,18 @@ class Job:
         """The layer's quantized matrices, and the norms that were changed with them."""
         packed: dict[str, Packed] = {}
         if self.scheme.method in ("awq", "smoothquant"):
+            # parts of one matrix have its name each
+            taken = (
+                tuple(dict.fromkeys(name for name in names if not stays_plain(name)))
+                for names in inputs
+            )
+            pairs = zip(taken, inputs.values(), strict=True)
             return Folding(
                 self.checkpoint,
                 self.scheme,
                 self.layers.config,
                 f"model.layers.{index}",
-                inputs,
+                {names: statistics for names, statistics in pairs if names},
             ).run()
         for names, statistics in inputs.items():
             if stays_plain(names[0]):

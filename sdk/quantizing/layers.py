@@ -31,6 +31,7 @@ from sdk.models.drafting_heads import ModelEnds, build_head
 from sdk.models.layer_inputs import LayerInputs
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
+from sdk.models.rwkv import RwkvSpec
 from sdk.models.source import Source
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
@@ -58,15 +59,25 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
         raise _encoder(checkpoint, name)
+    if config.post_norm or config.embedding_size is not None:
+        what = "post-norm" if config.post_norm else "wider than embeddings"
+        raise UnsupportedError(
+            f"{checkpoint.path}: layers of this {name} model are {what}, and such models are not "
+            "quantized to files yet; quantization='int8' packs its matrices while it is loaded"
+        )
     return config
 
 
 def check_run(checkpoint: Checkpoint, config: ModelConfig, scheme: str) -> None:
     """:raises UnsupportedError: calibration text cannot run through the layers one by one."""
-    shares = any(map(config.shares_keys, range(config.num_layers)))
-    if not (shares or config.layer_inputs):
+    if any(map(config.shares_keys, range(config.num_layers))):
+        why = "read the keys of earlier ones"
+    elif config.layer_inputs:
+        why = "have embeddings of their own"
+    elif isinstance(config.recurrent, RwkvSpec):
+        why = "read the values of the first one"
+    else:
         return
-    why = "read the keys of earlier ones" if shares else "have embeddings of their own"
     raise UnsupportedError(
         f"{checkpoint.path}: {scheme} runs a text through one layer at a time, and layers of "
         f"{config.model_type} {why}: use a scheme without calibration, such as rtn-w4g128, or a "

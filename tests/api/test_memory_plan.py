@@ -24,6 +24,8 @@ from sdk.memory.fitting import plan_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.weights import held_bytes
 from sdk.quant.online import online_quantized, online_scheme
+from tests.models.conftest import tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -91,6 +93,22 @@ def test_a_plan_and_other_options_together_are_refused(tiny_path: Path) -> None:
         LLM(tiny_path, plan=plan, seed=3)
     with pytest.raises(TypeError, match="needs a model"):
         LLM()
+
+
+def test_a_plan_of_recurrent_layers_alone_says_what_would_help(tmp_path: Path) -> None:
+    """Their pages have no bytes, only their states do."""
+    tiny("mamba", **ARCHITECTURES["mamba"]).save_pretrained(tmp_path)
+    options = {"skip_tokenizer_init": True, "max_model_len": 64}
+    plan = LLM.plan(tmp_path, kv_cache_memory_bytes=1000, **options)
+    assert not plan.fits
+    found = re.search(r"memory='(\d+MiB)' is enough with kv_cache_memory_bytes=None", plan.problem)
+    assert found is not None
+    assert LLM.plan(tmp_path, memory=found[1], **options).fits
+    asked = {"kv_cache_memory_bytes": "3MiB", **options}
+    problem = LLM.plan(tmp_path, memory="1MiB", **asked).problem
+    found = re.search(r"memory='(\d+MiB)' is enough$", problem, re.MULTILINE)
+    assert found is not None
+    assert LLM.plan(tmp_path, memory=found[1], **asked).fits
 
 
 def test_what_would_fit_is_planned_too_and_loads(golden: Path) -> None:

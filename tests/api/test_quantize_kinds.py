@@ -26,6 +26,7 @@ from tests.models.conftest import Paged, prompt, tiny
 from tests.models.test_heads_of_kinds import _file as mimo_file, oracle_of
 from tests.models.test_hybrids import written
 from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.test_rwkv import folder as rwkv_folder
 from tests.next_token import LAYERS, parts_of, random_model, write_folder, write_gguf
 
 _WIDE: dict[str, Any] = {
@@ -95,6 +96,34 @@ def test_a_folder_of_a_hybrid_becomes_a_packed_folder(
             assert torch.equal(made[key], values), key
     latent = "kv_lora_rank" in options
     _check(tmp_path / "out", tmp_path / "in", ERRORS[scheme], latent=latent)
+
+
+def _logits(path: Path) -> torch.Tensor:
+    ops = Ops(compute="exact", num_threads=1)
+    with closing(open_checkpoint(path)) as checkpoint, closing(ops):
+        model = build_model(checkpoint, Mesh(), ops, max_model_len=64)
+        return Paged(model).run("a", prompt(41, 1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "mamba"])
+def test_factors_of_a_hybrid_go_only_into_norms_that_nothing_else_reads(
+    name: str, tmp_path: Path
+) -> None:
+    """Beside attention Falcon-H1 has Mamba, and up a gate with a factor of its own."""
+    tiny(name, **ARCHITECTURES[name]).save_pretrained(tmp_path / "in")
+    sdk.quantize(tmp_path / "in", tmp_path / "out", "w8a8", calibration=TEXT, tokens=64)
+    before, after = _logits(tmp_path / "in"), _logits(tmp_path / "out")
+    assert (before - after).norm() < 0.1 * before.norm()
+
+
+def test_what_makes_time_steps_need_not_suit_an_awq_scheme(tmp_path: Path) -> None:
+    """Mamba-1's rank of 6 has no groups of 32."""
+    tiny("mamba", **ARCHITECTURES["mamba"]).save_pretrained(tmp_path / "in")
+    sdk.quantize(tmp_path / "in", tmp_path / "out", "awq-w4g32", calibration=TEXT, tokens=64)
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert "backbone.layers.0.mixer.dt_proj.weight" in made
+    assert "backbone.layers.0.mixer.in_proj.qweight" in made
+    _logits(tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_next", "nemotron_h"])
@@ -176,3 +205,27 @@ def test_text_does_not_run_through_layers_that_need_others(
         sdk.quantize(tmp_path / "in", tmp_path / "out", "gptq-w8g16", calibration=TEXT, tokens=64)
     sdk.quantize(tmp_path / "in", tmp_path / "out", "rtn-w8g16")
     _check(tmp_path / "out", tmp_path / "in", ERRORS["rtn-w8g16"])
+
+
+def test_text_does_not_run_through_the_layers_of_rwkv_one_by_one(tmp_path: Path) -> None:
+    source = rwkv_folder(tmp_path / "in")
+    with pytest.raises(UnsupportedError, match="layers of rwkv7 read the values of the first one"):
+        sdk.quantize(source, tmp_path / "out", "gptq-w8g16", calibration=TEXT, tokens=64)
+    sdk.quantize(source, tmp_path / "out", "rtn-w8g16")
+    _check(tmp_path / "out", source, ERRORS["rtn-w8g16"])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"do_layer_norm_before": False}, "layers of this opt model are post-norm"),
+        ({"word_embed_proj_dim": 32}, "layers of this opt model are wider than embeddings"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["rtn-w8g16", "gptq-w8g16"])
+def test_models_like_opt_350m_are_refused_by_name(
+    scheme: str, options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    tiny("opt", ffn_dim=96, **options).save_pretrained(tmp_path / "in")
+    with pytest.raises(UnsupportedError, match=why):
+        sdk.quantize(tmp_path / "in", tmp_path / "out", scheme, calibration=TEXT, tokens=64)
