@@ -133,7 +133,7 @@ FAMILIES = (
     Family("MiniCPM3, Youtu-LLM", ("minicpm3", "deepseek2"), ("minicpm3", "youtu")),
     Family("Mamba-2, OLMo Hybrid", ("mamba2",), ("mamba2", "olmo_hybrid")),
     Family("Mamba, FalconMamba", ("mamba",), ("mamba", "falcon_mamba")),
-    Family("RWKV-7", ("rwkv7",), ("rwkv7",)),
+    Family("RWKV-7", ("rwkv7", "arwkv7"), ("rwkv7", "arwkv7")),
     Family("OpenELM", ("openelm",), ("openelm",)),
     Family("Jais", ("jais",), ("jais",)),
     Family(

@@ -48,7 +48,7 @@ class Problem:
 class Implementation(Protocol):
     """One kernel for one op.
 
-    One that ``rounds`` activations to bfloat16 has an attribute that says so, and is asked only for
+    One that rounds activations to bfloat16 has ``rounds_inputs = True``, and is asked only for
     problems that are ``rounded``.
     """
 

@@ -74,7 +74,7 @@ def choose(
     declined: list[tuple[str, str]] = []
     for backend in backends:
         for implementation in backend.implementations(problem.op):
-            if getattr(implementation, "rounds", False) and not problem.rounded:
+            if getattr(implementation, "rounds_inputs", False) and not problem.rounded:
                 continue
             reason = implementation.reject(problem)
             if reason is None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.norm import Norm
 from sdk.models.architecture import ExpertsBeside, LayerRules
-from sdk.models.mixer import shift_weight
 from sdk.models.moe import ExpertMLP
 from sdk.models.rank_norms import SubNorm
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
@@ -96,6 +96,8 @@ class ShiftedMLP:
     """An MLP without a gate, whose input is mixed with that of the token before."""
 
     def __init__(self, source: Source, path: str, width: int, *, reduce: bool) -> None:
+        from sdk.models.mixer import shift_weight  # no other MLP needs it
+
         self.ops = source.ops
         values, hidden = source.plain(f"{path}.shift"), source.config.hidden_size
         self.shift = shift_weight(source, values, 1, hidden, f"{path}.shift")[0]
@@ -107,8 +109,7 @@ class ShiftedMLP:
         return None
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
-        assert isinstance(x, Tensor)
-        state = cache["mlp_shift"]
+        state, x = cache["mlp_shift"], cast("Tensor", x)  # see `rounding`
         mixed = self.ops.states.causal_conv(x, self.shift, None, state, step.batch)
         return self.mlp(mixed)
 

@@ -10,14 +10,15 @@ Goose" (2025), arXiv 2503.14456; flash-linear-attention's rwkv7.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from sdk.kernels.lazy_torch import Tensor
 from sdk.models.mixer import range_of, share_of, shift_weight
 from sdk.quant.caches import StateCache, StatePart
 from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sdk.kernels.rounding import Rounding, Rows
     from sdk.kernels.states import LayerState
     from sdk.models.attention import Step
@@ -154,7 +155,7 @@ class TimeMix:
 
     def __call__(self, x: Rows, step: Step, cache: LayerState) -> Tensor:
         states, tokens = self.ops.states, x.shape[0]
-        assert isinstance(x, Tensor)
+        x = cast("Tensor", x)  # see `rounding`
         mixed = states.causal_conv(x, self.shift, None, cache["shift"], step.batch)
         inputs = {name: mixed.select(0, i) for i, name in enumerate(self.inputs)}
         shape = (tokens, self.heads, self.spec.dim)

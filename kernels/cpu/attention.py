@@ -24,7 +24,7 @@ class Attention:
     """See :meth:`sdk.kernels.ops.Ops.attention`."""
 
     name = "cpu.attention"
-    rounds = False
+    rounds_inputs = False
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
@@ -100,7 +100,7 @@ class Attention:
             value_dim,
             pages.latent,
             0,
-            self.rounds,
+            self.rounds_inputs,
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 
@@ -109,7 +109,7 @@ class RoundedAttention(Attention):
     """Attention in bfloat16: ``native/attention_bf16.hpp``."""
 
     name = "cpu.attention_bf16"
-    rounds = True
+    rounds_inputs = True
 
     def reject(self, problem: Problem) -> str | None:
         if problem.format != "both ways" or problem.kv_dtype != "bfloat16":

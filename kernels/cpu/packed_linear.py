@@ -235,7 +235,7 @@ class RoundedLinear(PackedLinear):
     """Products in bfloat16, of 16-bit floats whose activations may be rounded to it:
     ``native/linear_bf16.hpp``."""
 
-    rounds = True
+    rounds_inputs = True
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory) -> None:
         super().__init__(runtime, memory, 32)

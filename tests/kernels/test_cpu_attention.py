@@ -21,6 +21,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVSpec
+from tests.kernels.plain_kernels import plain_kernels
 
 #: Integer keys and values are multiplied by queries and weights of 16 bits, whose error is at most
 #: 2**-16 of the largest. The error of int8 codes themselves is 5e-5.
@@ -204,7 +205,7 @@ def test_spans_that_see_themselves_both_ways(
     requests = ((1, 1), (300, 290), (150, 150), (129, 3), (700, 1))
     ahead = spans(requests, (1, 40, 50), (1, 100, 290), (2, 0, 150), (3, 126, 129))
     step = make_step(requests, 6, 2, 32, 16, dtype)
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     options = {"window": window, "ahead": ahead}
     found = attend(kernel, step, **options)
     assert cases.nmse(found, expected(step, **options)) < NMSE.get(dtype, 1e-12)
@@ -228,7 +229,7 @@ def test_spans_that_see_themselves_both_ways(
 
 def test_tokens_see_no_further_than_the_pages(backend: CpuBackend) -> None:
     step = make_step([(40, 40)], 2, 2, 16, 16, "float32")
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     far = torch.full((40,), 1 << 30, dtype=torch.int32)
     whole = attend(kernel, step, causal=False)
     for one in (kernel, Attention()):
@@ -288,7 +289,7 @@ def test_attention_matches_float64(
     page_size: int,
     options: dict[str, Any],
 ) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step(MIXED, heads, kv_heads, head_dim, page_size, dtype)
     # sums of more terms: eight times the error from 128 to 256, and from 256 to 512
     limit = NMSE.get(dtype, 1e-11 * max(1.0, head_dim / 256) ** 3)
@@ -301,7 +302,7 @@ def test_attention_matches_float64(
 def test_values_with_padding_are_read_as_those_without(
     backend: CpuBackend, dtype: str, head_dim: int
 ) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step(MIXED, 4, 2, head_dim, 64, dtype)
     v = step.pages.v
     padded = torch.full((*v.shape[:3], -(-head_dim // 16) * 16), float("nan"), dtype=v.dtype)
@@ -320,10 +321,10 @@ def test_values_with_padding_are_read_as_those_without(
 def test_chunks_batches_and_threads_do_not_change_a_bit(
     backend: CpuBackend, dtype: str, options: dict[str, Any]
 ) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, dtype), **options)
     single = open_backend("cpu", 1, backend.runtime.level)
-    (alone,) = single.implementations("attention")
+    (alone,) = plain_kernels(single, "attention")
     for chunks in ((1,) * 150, (64, 64, 22), (3, 140, 7)):
         end, parts = 0, []
         for new in chunks:
@@ -345,7 +346,7 @@ def test_the_levels_agree(cases: Any, dtype: str, options: dict[str, Any]) -> No
     found = {}
     for level in levels():
         one = open_backend("cpu", 2, level)
-        (kernel,) = one.implementations("attention")
+        (kernel,) = plain_kernels(one, "attention")
         found[level] = attend(kernel, make_step(MIXED, 6, 2, 64, 16, dtype), **options)
         one.close()
     portable = found.pop("portable")
@@ -368,11 +369,11 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
     whole = make_step([(1000, 1000)], 6, 2, 64, 16, "float16")
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     wanted = attend(kernel, whole, **options)[-5:]
     for threads in (1, 2, 3):
         other = open_backend("cpu", threads, backend.runtime.level)
-        (kernel,) = other.implementations("attention")
+        (kernel,) = plain_kernels(other, "attention")
         for requests in ([(1000, 1)], [(1000, 5)], [(1000, 1)] + [(900, 1)] * 30):
             step, new = make_step(requests, 6, 2, 64, 16, "float16"), requests[0][1]
             for _ in range(3):  # what one call leaves behind is right for the next
@@ -387,12 +388,12 @@ def test_both_ways_the_batch_and_threads_do_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
     """Neither do the other requests: each sees its own tokens only, in any order of the batch."""
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     whole = make_step([(300, 300)], 6, 2, 64, 16, "float32")
     wanted = attend(kernel, whole, causal=False, **options)
     for threads, others in ((1, [(33, 33)]), (2, [(1, 1), (400, 400)]), (3, [(90, 90)] * 20)):
         other = open_backend("cpu", threads, backend.runtime.level)
-        (kernel,) = other.implementations("attention")
+        (kernel,) = plain_kernels(other, "attention")
         step = make_step([(300, 300), *others], 6, 2, 64, 8, "float32")
         assert torch.equal(attend(kernel, step, causal=False, **options)[:300], wanted)
         other.close()
@@ -405,7 +406,7 @@ def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: i
     found = []
     for level in levels():
         opened = open_backend("cpu", 2, level)
-        (kernel,) = opened.implementations("attention")
+        (kernel,) = plain_kernels(opened, "attention")
         slopes = torch.linspace(0.01, 0.3, 6)
         biases = torch.linspace(-1, 2, 6 * 257).view(6, 257)
         options = {"window": 250, "softcap": 4.0, "slopes": slopes, "biases": biases}
@@ -415,7 +416,7 @@ def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: i
 
 
 def test_a_request_without_tokens_is_passed_over(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(40, 3), (200, 1)], 4, 2, 16, 16, "float32")
     wanted = attend(kernel, step)
     batch = replace(
@@ -428,7 +429,7 @@ def test_a_request_without_tokens_is_passed_over(backend: CpuBackend) -> None:
 
 
 def test_queries_may_be_views_of_a_fused_projection(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(40, 9)], 4, 2, 16, 16, "float32")
     fused = torch.zeros(9, 8, 16)
     fused[:, 2:6] = step.q
@@ -440,7 +441,7 @@ def test_queries_may_be_views_of_a_fused_projection(backend: CpuBackend) -> None
 def test_a_batch_of_many_requests_matches_the_reference(
     backend: CpuBackend, cases: Any, dtype: str
 ) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(i + 1, 1) for i in range(64)], 4, 2, 32, 16, dtype)
     found = attend(kernel, step)
     for codes, scale in zip(
@@ -453,7 +454,7 @@ def test_a_batch_of_many_requests_matches_the_reference(
 
 
 def test_a_key_that_is_not_a_number_reaches_only_those_who_see_it(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     for dtype in DTYPES:
         step = make_step([(60, 60), (20, 20)], 4, 2, 16, 16, dtype)
         clean = attend(kernel, step)
@@ -465,7 +466,7 @@ def test_a_key_that_is_not_a_number_reaches_only_those_who_see_it(backend: CpuBa
 
 
 def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     reason = kernel.reject(Problem("attention", head_dim=64, kv_dtype="int8/int3"))
     assert reason is not None
     assert reason.startswith("KV pages of int3: expected float32, float16, bfloat16, int8")
@@ -476,7 +477,7 @@ def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
 
 
 def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(4, 2)], 4, 2, 16, 16, "float32")
     pages, v = step.pages, step.pages.v
     with pytest.raises(KernelError, match=r"expected sinks \[4\], found \[3\]"):
@@ -508,7 +509,7 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 def test_pages_of_codes_are_refused_without_their_scales(backend: CpuBackend, dtype: str) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(4, 2)], 4, 2, 16, 16, dtype)
     pages = step.pages
     assert pages.k_scale is not None
@@ -530,7 +531,7 @@ def test_pages_of_codes_are_refused_without_their_scales(backend: CpuBackend, dt
 def test_tables_that_point_outside_of_the_pages_are_refused(
     backend: CpuBackend, wrong: str
 ) -> None:
-    (kernel,) = backend.implementations("attention")
+    (kernel,) = plain_kernels(backend, "attention")
     step = make_step([(40, 2), (70, 1)], 4, 2, 16, 16, "float32")
     batch = step.batch
     table, lengths = batch.page_table.clone(), batch.context_len.clone()

@@ -20,6 +20,7 @@ from sdk.kernels.cpu import library, page_args, runtime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.ops import Ops
 from sdk.llm import LLM
+from tests.kernels.plain_kernels import plain_kernels
 
 
 def thread_count() -> int:
@@ -121,7 +122,7 @@ def test_closing_gives_every_thread_back_and_may_be_repeated() -> None:
 
 def test_a_closed_engine_says_so(cases: Any) -> None:
     backend = cpu.open_backend("cpu", 2)
-    kernel = backend.implementations("linear")[0]
+    kernel = plain_kernels(backend, "linear")[0]
     packed = kernel.pack(cases.affine(16, 32))
     backend.close()
     with pytest.raises(KernelError, match="linear: the engine is closed"):
@@ -130,7 +131,7 @@ def test_a_closed_engine_says_so(cases: Any) -> None:
 
 def test_weights_are_packed_after_the_call_and_their_sources_are_kept(cases: Any) -> None:
     backend = cpu.open_backend("cpu", 3)
-    kernel = backend.implementations("linear")[0]
+    kernel = plain_kernels(backend, "linear")[0]
     kinds = ("q4_0", "q8_0", "q6_k")
     packed = [kernel.pack(cases.blocks(1024, 512, kind)) for kind in kinds]
     gc.collect()
@@ -146,9 +147,9 @@ def test_weights_are_packed_after_the_call_and_their_sources_are_kept(cases: Any
 def test_what_was_begun_is_packed_in_the_end(cases: Any, end: str) -> None:
     weight = cases.blocks(2048, 1024, "q4_k")
     expected = cpu.open_backend("cpu", 1)  # has no other thread: packs during the call
-    codes = expected.implementations("linear")[0].pack(weight).codes
+    codes = plain_kernels(expected, "linear")[0].pack(weight).codes
     backend = cpu.open_backend("cpu", 2)
-    packed = backend.implementations("linear")[0].pack(weight)
+    packed = plain_kernels(backend, "linear")[0].pack(weight)
     if end == "finish":
         backend.finish_packing()
     elif end == "close":
@@ -195,7 +196,7 @@ def test_a_library_for_another_cpu_alone_is_not_used(monkeypatch: pytest.MonkeyP
 
 
 def products(backend: Any, weights: list[Any], x: Any, rounds: int, out: list[Any]) -> None:
-    kernel = backend.implementations("linear")[0]
+    kernel = plain_kernels(backend, "linear")[0]
     packed = [kernel.pack(weight) for weight in weights]
     for _ in range(rounds):
         for weight in packed:

@@ -32,6 +32,7 @@ from sdk.kernels.layouts import (
 )
 from sdk.kernels.reference.decode import decode, pack_codes
 from sdk.kernels.registry import linear_problem
+from tests.kernels.plain_kernels import plain_kernels
 
 #: The last is multiplied in two groups of rows.
 BATCHES = (1, 2, 7, 16, 33, 100, 261)
@@ -67,7 +68,7 @@ POWERS = ((37, 70, (1, 32)), (40, 300, (128, 128)), (37, 77, (37, 77)))
 
 
 def kernels(backend: CpuBackend) -> tuple[PackedLinear, PackedLinear]:
-    rounding, _, exact, _ = backend.implementations("linear")
+    rounding, _, exact, _ = plain_kernels(backend, "linear")
     return rounding, exact
 
 
@@ -261,7 +262,7 @@ def test_every_8_bit_float_has_its_value(backend: CpuBackend, dtype: torch.dtype
 
 def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> None:
     """1 / (12 * 127^2) times a block's squared peak-to-rms ratio; of 16 bits, where there are."""
-    rounded, wide, exact, _ = backend.implementations("linear")
+    rounded, wide, exact, _ = plain_kernels(backend, "linear")
     for weight in (cases.affine(64, 1536, 4, 32, "zero"), cases.blocks(37, 512, "q6_k")):
         x = cases.activations(33, weight.shape[1])
         peaks = x.clone()
@@ -281,7 +282,7 @@ def test_a_block_is_rounded_twice_where_its_step_is_above_the_rows_average(
     backend: CpuBackend,
 ) -> None:
     """Multiplied by the identity, a row shows how each of its blocks was rounded."""
-    wide = backend.implementations("linear")[1]
+    wide = plain_kernels(backend, "linear")[1]
     codes = (torch.eye(96) * 8 + 8).clamp(max=15)  # 8, and 15 on the diagonal: 0 and 7
     weight = Affine(
         (96, 96), 4, 32, pack_codes(codes.to(torch.uint8), 4), torch.ones(96, 3), zero=8
@@ -300,9 +301,9 @@ def test_a_block_is_rounded_twice_where_its_step_is_above_the_rows_average(
 def test_a_row_has_the_same_bits_in_every_batch(
     backend: CpuBackend, cases: Any, index: int
 ) -> None:
-    kernel = backend.implementations("linear")[index]
+    kernel = plain_kernels(backend, "linear")[index]
     single = open_backend("cpu", 1, backend.runtime.level)
-    alone = single.implementations("linear")[index]
+    alone = plain_kernels(single, "linear")[index]
     wide: list[Layout] = [
         cases.affine(37, 200, bits, 32, "zeros") for bits in (2, 3, 4, 5, 6, 7, 8)
     ]
@@ -344,7 +345,7 @@ def test_the_levels_agree(cases: Any) -> None:
         for index in range(3):
             outs = {}
             for level, backend in backends.items():
-                kernel = backend.implementations("linear")[index]
+                kernel = plain_kernels(backend, "linear")[index]
                 outs[level] = multiply(kernel, kernel.pack(weight), x)
             fused = [out for level, out in outs.items() if level != "portable"]
             assert all(torch.equal(out, fused[0]) for out in fused), weight.shape
@@ -362,7 +363,7 @@ def test_long_rows_and_large_batches_stay_exact(backend: CpuBackend, cases: Any)
 
 
 def test_nan_and_infinity_reach_their_own_row_only(backend: CpuBackend, cases: Any) -> None:
-    for kernel in backend.implementations("linear")[:2]:
+    for kernel in plain_kernels(backend, "linear")[:2]:
         packed = kernel.pack(cases.affine(20, 96))
         x = cases.activations(4, 96)
         clean = multiply(kernel, packed, x)
@@ -375,7 +376,7 @@ def test_nan_and_infinity_reach_their_own_row_only(backend: CpuBackend, cases: A
 def test_zero_and_tiny_activations_give_zero(backend: CpuBackend, cases: Any) -> None:
     x = torch.zeros(2, 96)
     x[1] = 1e-39
-    for kernel in backend.implementations("linear")[:2]:
+    for kernel in plain_kernels(backend, "linear")[:2]:
         assert multiply(kernel, kernel.pack(cases.affine(20, 96)), x).abs().max() == 0
 
 

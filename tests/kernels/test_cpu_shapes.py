@@ -19,6 +19,7 @@ from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layo
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import facts_of
+from tests.kernels.plain_kernels import plain_kernels
 
 KINDS = ["zero", "zeros", "minus", "floats"]
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -64,7 +65,7 @@ def multiply(kernel: PackedLinear, packed: Any, x: Tensor, rows: int) -> Tensor:
 
 def check(backend: CpuBackend, cases: Any, weight: Layout, m: int, size: Tensor) -> None:
     """``size [N, K]`` bounds what the kernel adds up: the tolerance is relative to it."""
-    rounding, _, exact, _ = backend.implementations("linear")
+    rounding, _, exact, _ = plain_kernels(backend, "linear")
     rows, columns = weight.shape
     packed, value = rounding.pack(weight), decode(weight)
     assert cases.same(rounding.unpack(packed), weight)
@@ -91,7 +92,7 @@ def test_affine_weights_of_any_shape_are_right(
     problem = Problem(
         "linear", layout="affine", bits=weight.bits, group=weight.group, in_features=facts["k"]
     )
-    assert backend.implementations("linear")[0].reject(problem) is None
+    assert plain_kernels(backend, "linear")[0].reject(problem) is None
     largest = weight.scale.float().abs().max() * (1 << weight.bits)
     check(backend, cases, weight, m, torch.full(weight.shape, float(largest)))
 
@@ -122,7 +123,7 @@ def test_blocks_of_any_number_of_rows_are_right(
 def test_a_plan_knows_what_packed_blocks_take(
     backend: CpuBackend, cases: Any, type: str, n: int, k: int
 ) -> None:
-    (linear,) = (x for x in backend.implementations("linear") if x.name == "cpu.linear")
+    (linear,) = (x for x in plain_kernels(backend, "linear") if x.name == "cpu.linear")
     blocks = cases.blocks(n, k, type)
     assert facts_of("cpu").held_bytes(type, n, k) == linear.nbytes(linear.pack(blocks))
     assert facts_of("cuda:0").held_bytes(type, n, k) == gpu_pack(blocks).nbytes
@@ -177,7 +178,7 @@ def _broken(cases: Any) -> list[tuple[Layout, str]]:
 
 
 def test_a_layout_that_contradicts_itself_is_refused(backend: CpuBackend, cases: Any) -> None:
-    kernel = backend.implementations("linear")[0]
+    kernel = plain_kernels(backend, "linear")[0]
     for weight, message in _broken(cases):
         with pytest.raises(KernelError, match=message):
             kernel.pack(weight)

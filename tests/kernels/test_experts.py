@@ -16,6 +16,7 @@ from sdk.kernels.norm import Norm
 from sdk.kernels.ops import Ops
 from sdk.kernels.route_rule import RouteRule
 from sdk.kernels.routes import Routes
+from tests.kernels.plain_kernels import plain_kernels
 
 EXPERTS, K, WIDTH, OUT = 7, 3, 96, 72
 
@@ -99,7 +100,7 @@ def test_an_expert_gives_its_rows_the_bits_of_its_own_product(
 ) -> None:
     routes = reference.moe.route(logits(tokens, seed=tokens), K)
     rows = routes.owners.shape[0]
-    for linear in backend.implementations("linear"):
+    for linear in plain_kernels(backend, "linear"):
         packed = [linear.pack(layout) for layout in layouts_of(cases)[kind]]
         group = linear.group(packed)
         for by_token in (True, False):

@@ -24,6 +24,7 @@ from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.rope import LatentRopeAndCache, RopeAndCache
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
+from tests.kernels.plain_kernels import plain_kernels
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4")
 #: Integers are multiplied by queries and weights of 16 bits: see test_cpu_attention.py.
@@ -202,7 +203,7 @@ def test_values_may_have_another_width_than_keys(
     angle = torch.rand(tokens, key_dim // 4, generator=random)
     cache = AttentionCache(kv_heads, key_dim, value_dim)
     batch, results = make_batch(tokens, tokens, 16), []
-    native = (backend.implementations(op)[0] for op in ("rope_and_cache", "attention"))
+    native = (plain_kernels(backend, op)[0] for op in ("rope_and_cache", "attention"))
     for write, attend in (native, (RopeAndCache(), ReferenceAttention())):
         pages, turned = make_pages(cache, 60, 16, dtype), q.clone()
         write.run(turned, k, v, angle.cos(), angle.sin(), batch, pages)
@@ -232,7 +233,7 @@ def test_wrong_widths_are_refused(backend: CpuBackend) -> None:
         with pytest.raises(KernelError, match="expected contiguous heads"):
             one = ops.linear(Dense(torch.zeros(8, 8)))
             ops.latent.group([one]).matmul(torch.zeros(4, 1, 16)[..., ::2], torch.zeros(4, 1, 8))
-    kernel = backend.implementations("attention")[0]
+    kernel = plain_kernels(backend, "attention")[0]
     problem = Problem("attention", head_dim=64, value_dim=12, kv_dtype="int8")
     assert kernel.reject(problem) == "value_dim 12: expected a multiple of 8 up to 576"
     tiered = kernel.reject(replace(problem, value_dim=32, kv_dtype="float16>int8"))

@@ -15,6 +15,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.low_rank import AdapterTable, Factors, Shape, factor_memory
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference import ReferenceBackend
+from tests.kernels.plain_kernels import plain_kernels
 
 #: Features in and out: tails of every width, more than an item has.
 SHAPES = [(576, 192), (100, 83), (5, 40), (1, 1)]
@@ -27,7 +28,7 @@ def table_of(
     backend: Any, shape: Shape, compute: str = "auto", dtype: torch.dtype | None = None
 ) -> AdapterTable:
     context: Any = SimpleNamespace(
-        kernel=lambda op, like=(): backend.implementations(op)[0],
+        kernel=lambda op, like=(): plain_kernels(backend, op)[0],
         compute=compute,
         activations=torch.float32,
         device=torch.device("cpu"),

@@ -13,6 +13,7 @@ from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Blocks, Dense, Layout, Pieces
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.linear import slice_rows
+from tests.kernels.plain_kernels import plain_kernels
 
 DENSE = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -40,7 +41,7 @@ def layouts(cases: Any, kind: Any, rows: int) -> Layout:
 @pytest.mark.parametrize("rows", [PIECE_ROWS + 1, 3 * PIECE_ROWS, 5 * PIECE_ROWS + 17])
 def test_pieces_give_the_same_bytes(backend: CpuBackend, cases: Any, kind: Any, rows: int) -> None:
     layout = layouts(cases, kind, rows)
-    kernel = backend.implementations("linear")[0]
+    kernel = plain_kernels(backend, "linear")[0]
     whole = kernel.pack(layout)
     for step in (PIECE_ROWS, 2 * PIECE_ROWS, 8 * PIECE_ROWS):
         read = slice_reader(layout)

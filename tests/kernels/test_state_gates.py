@@ -103,8 +103,8 @@ def test_what_does_not_fit_is_named(ops: Ops) -> None:
     for what, call in {
         "rates x: expected": lambda: ops.states.rates(x[0], "sigmoid"),
         "rates x: expected contiguous rows": lambda: ops.states.rates(x.t(), "sigmoid"),
-        "rates kind: expected one of sigmoid, softplus, found 'tanh'": lambda: ops.states.rates(
-            x, "tanh"
+        "rates kind: expected one of sigmoid, softplus, tanh, found 'relu'": lambda: (
+            ops.states.rates(x, "relu")
         ),
         "rates bias": lambda: ops.states.rates(x, "sigmoid", bias=torch.zeros(5)),
         "rates factor: expected one for equal runs of 6 columns, found 4": lambda: ops.states.rates(

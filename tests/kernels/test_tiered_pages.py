@@ -24,6 +24,7 @@ from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache
 from sdk.quant.spec import KVSpec
+from tests.kernels.plain_kernels import plain_kernels
 
 TIERS = "float16>int8>int4"
 SLABS = 12
@@ -127,7 +128,7 @@ def test_attention_over_pages_of_three_types_matches_float64(
 ) -> None:
     [pages] = make_cache(head_dim, kv_heads).layers
     rope, recode, kernel = (
-        backend.implementations(op)[0] for op in ("rope_and_cache", "recode_page", "attention")
+        plain_kernels(backend, op)[0] for op in ("rope_and_cache", "recode_page", "attention")
     )
     fill(pages, rope, recode)
     batch, q = make_batch(new), queries(sum(new), heads, head_dim)
@@ -142,8 +143,8 @@ def test_attention_over_pages_of_three_types_matches_float64(
 def test_a_row_is_the_same_bits_alone_and_with_any_number_of_threads(backend: CpuBackend) -> None:
     [pages] = make_cache(64, 2).layers
     fill(pages, RopeAndCache(), RecodePage())
-    [kernel] = backend.implementations("attention")
-    [single] = open_backend("cpu", 1, backend.runtime.level).implementations("attention")
+    [kernel] = plain_kernels(backend, "attention")
+    [single] = plain_kernels(open_backend("cpu", 1, backend.runtime.level), "attention")
     q = queries(60, 6, 64)
     whole = attend(kernel, pages, make_batch([60]), q, None)
     assert torch.equal(attend(single, pages, make_batch([60]), q, None), whole)
@@ -203,7 +204,7 @@ def test_floats_are_written_mixed_and_without_their_centre(backend: CpuBackend) 
 @pytest.mark.parametrize("place", [page_id(0, SLABS), page_id(2, 4 * SLABS), page_id(3, 0), -1])
 def test_a_page_that_does_not_exist_is_refused(backend: CpuBackend, place: int) -> None:
     [pages] = make_cache(64, 2).layers
-    [kernel] = backend.implementations("attention")
+    [kernel] = plain_kernels(backend, "attention")
     batch = make_batch([1])
     batch.page_table[0, 3] = place
     with pytest.raises(KernelError, match="lies outside of its tensor"):

@@ -6,11 +6,11 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sdk.api.errors import RequestError
 from sdk.engine.plan import Copy, Duplicate, Frames, StateCopy, Swap
 from sdk.engine.rank.cache_memory import CacheMemory
-from sdk.engine.rank.rounded_states import RoundedStates
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.kernels.kv_pages import KVPages
@@ -23,6 +23,9 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache, Cache, StateCache, tokens_in_window, window_groups
 from sdk.quant.spec import KVSpec, KVTypes
+
+if TYPE_CHECKING:
+    from sdk.engine.rank.rounded_states import RoundedStates
 
 
 def kv_spec(
@@ -256,6 +259,8 @@ class KVCache:
 
     def _allocate_rounded(self) -> RoundedStates:
         """The memory of snapshots in 16 bits."""
+        from sdk.engine.rank.rounded_states import RoundedStates
+
         spec = self.snapshot_spec
         nbytes = spec.region_bytes(spec.num_regions - 1)
         memory = CacheMemory(self._num_rounded, nbytes, self._device)
