@@ -103,7 +103,7 @@ class LatentStep:
 def kernels(backend: CpuBackend) -> tuple[Any, Any]:
     """The native operators that write latent pages and read them."""
     write, attend = ("latent_rope_and_cache", "attention")
-    return backend.implementations(write)[0], backend.implementations(attend)[0]
+    return plain_kernels(backend, write)[0], plain_kernels(backend, attend)[0]
 
 
 def exact(step: LatentStep, pages: KVPages, scale: QueryScale | None, window: int) -> Tensor:
