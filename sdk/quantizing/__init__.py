@@ -74,6 +74,8 @@ def quantize(
     other = None if library is None else library_for(library, parsed)
     with closing(open_checkpoint(str(model))) as checkpoint:
         _check_place(target, Path(model).expanduser(), checkpoint.path)
+        if other is None:
+            decoder_config(checkpoint)  # what cannot be written is refused first
         _check(checkpoint, parsed)
         ids = None
         if parsed.needs_data or (calibration is not None and parsed.container == "gguf"):
@@ -153,7 +155,6 @@ def _job(
     checkpoint: Checkpoint, scheme: Scheme, ids: Tensor | None, out: Path, num_threads: int | None
 ) -> Job:
     """The job, with the facts that identify it in the folder of its unfinished parts."""
-    decoder_config(checkpoint)  # what cannot be written is refused before its tokenizer is missed
     facts = {
         "model": str(checkpoint.path.resolve()),
         "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),

@@ -44,8 +44,8 @@ _PAGE = 16
 def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     """The config of a model that is built of layers.
 
-    :raises UnsupportedError: it runs through transformers, whose layers are not known, or it is an
-        encoder.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known; it is an
+        encoder; what is beside or between its layers is not written.
     """
     name = model_type(checkpoint.config)
     own = architecture(name)
@@ -59,10 +59,16 @@ def decoder_config(checkpoint: Checkpoint) -> ModelConfig:
     config = ModelConfig.from_dict(checkpoint.config)
     if not config.causal:
         raise _encoder(checkpoint, name)
-    if config.post_norm or config.embedding_size is not None:
-        what = "post-norm" if config.post_norm else "wider than embeddings"
+    what = None
+    if config.streams is not None:
+        what = "have several residual streams"
+    elif config.post_norm:
+        what = "are post-norm"
+    elif config.embedding_size is not None:
+        what = "are wider than embeddings"
+    if what is not None:
         raise UnsupportedError(
-            f"{checkpoint.path}: layers of this {name} model are {what}, and such models are not "
+            f"{checkpoint.path}: layers of this {name} model {what}, and such models are not "
             "quantized to files yet; quantization='int8' packs its matrices while it is loaded"
         )
     return config

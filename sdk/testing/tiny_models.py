@@ -28,7 +28,7 @@ from sdk.models.expert_config import key_of
 from sdk.models.parallel import Mesh
 from sdk.models.source import Source
 from sdk.quant.checkpoint import TensorEntry
-from sdk.quant.errors import CheckpointError, QuantizationError
+from sdk.quant.errors import CheckpointError, QuantizationError, UnsupportedError
 from sdk.quant.safe_repr import safe_repr
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import Weight, weight_of
@@ -119,7 +119,11 @@ def tiny_model(
             shape = _SEQUENCES, _TOKENS
             calibration = torch.randint(_VOCAB_SIZE, shape, generator=draw).tolist()
         how: dict[str, Any] = {"sequences": _SEQUENCES, "tokens": _TOKENS, "num_threads": 1}
-        return quantize(plain, target, format, calibration=calibration, **how)
+        try:
+            return quantize(plain, target, format, calibration=calibration, **how)
+        except (QuantizationError, UnsupportedError) as error:
+            why = str(error).removeprefix(f"{plain}: ")
+            raise QuantizationError(f"tiny_model: {name}: {why}") from error
 
 
 def tiny_architectures() -> tuple[Architecture, ...]:

@@ -21,6 +21,7 @@ from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.weight import Weight, weight_of
+from sdk.testing import tiny_model
 from tests.gguf_models import ARRAY, I32, U32, save_gguf
 from tests.models.conftest import Paged, prompt, tiny
 from tests.models.test_heads_of_kinds import _file as mimo_file, oracle_of
@@ -216,16 +217,21 @@ def test_text_does_not_run_through_the_layers_of_rwkv_one_by_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("kind", "options", "why"),
     [
-        ({"do_layer_norm_before": False}, "layers of this opt model are post-norm"),
-        ({"word_embed_proj_dim": 32}, "layers of this opt model are wider than embeddings"),
+        ("opt", {"ffn_dim": 96, "do_layer_norm_before": False}, "are post-norm"),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 32}, "are wider than embeddings"),
+        ("gemma3n_text", {}, "have several residual streams"),
     ],
 )
 @pytest.mark.parametrize("scheme", ["rtn-w8g16", "gptq-w8g16"])
-def test_models_like_opt_350m_are_refused_by_name(
-    scheme: str, options: dict[str, Any], why: str, tmp_path: Path
+def test_models_with_more_than_layers_are_refused_by_name(
+    scheme: str, kind: str, options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    tiny("opt", ffn_dim=96, **options).save_pretrained(tmp_path / "in")
-    with pytest.raises(UnsupportedError, match=why):
-        sdk.quantize(tmp_path / "in", tmp_path / "out", scheme, calibration=TEXT, tokens=64)
+    if kind == "gemma3n_text":
+        source = tiny_model(tmp_path, "float16", kind)
+    else:
+        source = tmp_path / "in"
+        tiny(kind, **options).save_pretrained(source)
+    with pytest.raises(UnsupportedError, match=f"layers of this {kind} model {why}"):
+        sdk.quantize(source, tmp_path / "out", scheme, calibration=TEXT, tokens=64)

@@ -104,6 +104,10 @@ def test_wrong_arguments_are_named_and_leave_nothing(tmp_path: Path) -> None:
         tiny_model(tmp_path, seed=-1)
     with pytest.raises(RequestError, match="format: expected a name, found 4"):
         tiny_model(tmp_path, 4)  # type: ignore[arg-type]
+    with pytest.raises(QuantizationError, match=r"^tiny_model: afmoe-f16: models of type afmoe"):
+        tiny_model(tmp_path, "f16", "afmoe")
+    with pytest.raises(QuantizationError, match=r"^tiny_model: mixtral-awq: awq-w4g128 scales"):
+        tiny_model(tmp_path, "awq", "mixtral")
     assert list(tmp_path.iterdir()) == []
     path = tiny_model(tmp_path, "float16")
     with pytest.raises(QuantizationError, match="exists already"):
