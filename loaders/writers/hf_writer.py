@@ -70,11 +70,13 @@ class HfWriter:
         self._encode, self._settings = _encoding(scheme, self._in_config, self._with_more())
         if num_experts(self._config) and "ignore" in self._settings:
             self._settings["ignore"].append(_ROUTERS)
-        if any(key.startswith("linear_num_") for key in self._config):
-            if "ignore" in self._settings:
-                self._settings["ignore"].append(_DELTAS)
-            elif "modules_to_not_convert" in self._settings:
-                self._settings["modules_to_not_convert"] = list(_OF_DELTAS)
+        for begin, ends in _OF_STATES.items():
+            if any(key.startswith(begin) for key in self._config):
+                if "ignore" in self._settings:
+                    self._settings["ignore"].append(f"re:.*[.]({ends})$")
+                elif "modules_to_not_convert" in self._settings:
+                    names = ends.replace("[.]", ".").split("|")
+                    self._settings["modules_to_not_convert"] = names
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
         """The tensors of a quantized layer by their names in the file, and an empty note."""
@@ -185,9 +187,14 @@ _BESIDE_EXPERTS = re.compile(
     r"\.mlp\.(shared_experts|gate|shared_expert_gate)\b|\.e_score_correction_bias$"
 )
 _ROUTERS = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
-#: So does what makes one number for each head of a delta net.
-_OF_DELTAS = ("in_proj_a", "in_proj_b", "in_proj_ba", "linear_attn.a_proj", "linear_attn.b_proj")
-_DELTAS = "re:.*[.](in_proj_a|in_proj_b|in_proj_ba|linear_attn[.][ab]_proj)$"
+#: So does what makes strengths, decays and time steps of recurrent layers (quant/online.py): how a
+#: key of their configs begins, and how the names of these matrices end.
+_OF_STATES = {
+    "linear_num_": "in_proj_a|in_proj_b|in_proj_ba|linear_attn[.]a_proj|linear_attn[.]b_proj",
+    "time_step_rank": "x_proj|dt_proj",  # Mamba
+    "mamba_dt_rank": "x_proj|dt_proj",  # Jamba
+    "decay_low_rank_dim": "lora[.]0|lora[.]2",  # RWKV-7
+}
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 _Named = Callable[[str], str]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,28 @@ def test_factors_of_a_hybrid_go_only_into_norms_that_nothing_else_reads(
     sdk.quantize(tmp_path / "in", tmp_path / "out", "w8a8", calibration=TEXT, tokens=64)
     before, after = _logits(tmp_path / "in"), _logits(tmp_path / "out")
     assert (before - after).norm() < 0.1 * before.norm()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3_5_text", "rwkv7"])
+def test_the_config_of_a_folder_names_the_matrices_that_stay_in_floats(
+    name: str, scheme: str, tmp_path: Path
+) -> None:
+    source = (
+        rwkv_folder(tmp_path / "f") if name == "rwkv7" else tiny_model(tmp_path, "float16", name)
+    )
+    made = sdk.quantize(source, tmp_path / "made", scheme)
+    settings = json.loads((made / "config.json").read_text())["quantization_config"]
+    named = [one.removeprefix("re:") for one in settings["ignore"]]
+    tensors = load_file(made / "model.safetensors")
+    floats = {
+        key.removesuffix(".weight")
+        for key, one in tensors.items()
+        if one.dim() == 2 and one.dtype.is_floating_point and one.dtype.itemsize > 1
+        if ".layers." in key and key.endswith(".weight")
+    }
+    assert floats
+    assert {one for one in floats if not any(re.match(f"{n}$", one) for n in named)} == set()
 
 
 def test_what_makes_time_steps_need_not_suit_an_awq_scheme(tmp_path: Path) -> None:

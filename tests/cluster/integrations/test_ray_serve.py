@@ -64,7 +64,7 @@ def test_a_replica_answers_like_the_llm_whole_and_as_a_stream(port: int, tiny: P
     other = json.load(post(port, "/v1/completions", {**body, "model": "other"}))
     assert other["choices"] == found["choices"]  # with one model, any name means it
     with pytest.raises(urllib.error.HTTPError) as refused:
-        post(port, "/v1/completions", {**body, "max_tokens": -1})
+        post(port, "/v1/completions", {**body, "temperature": -1})
     assert refused.value.code == 400
 
 
