@@ -57,7 +57,7 @@ _MOST_HEADER, _MOST_LAYERS = 1 << 20, 1 << 12
 _COUNTS = ("tokens", "layers", "heads", "head_dim")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)  # arrays do not compare as a whole
 class Snapshot:
     """Whole pages of a prefix of one model. ``LLM.snapshot`` makes them and ``LLM.restore`` loads
     them, also in another process and with other KV types, page sizes, ranks and devices.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import struct
@@ -63,6 +64,13 @@ def test_an_answer_after_a_restore_is_the_same_bits(
         assert output.num_cached_tokens == KEPT
         assert _facts(output) == alone
         assert other.get_metrics()["restored"] == KEPT // 8
+
+
+def test_a_snapshot_equals_itself_alone_and_survives_pickling(saved: Path, tmp_path: Path) -> None:
+    one, other = Snapshot.load(saved), pickle.loads(pickle.dumps(Snapshot.load(saved)))
+    assert one == one and one != other and len({one, other}) == 2
+    other.save(tmp_path / "again.kv")
+    assert (tmp_path / "again.kv").read_bytes() == saved.read_bytes()
 
 
 def test_layers_with_sliding_windows_are_in_a_snapshot(golden: Path, tmp_path: Path) -> None:
