@@ -116,7 +116,8 @@ def test_answers_have_the_bits_of_the_model_in_memory(model: Path, expected: lis
                 assert "matrices of experts stay in memory" in llm.explain()
                 metrics = llm.get_metrics()
                 assert metrics["expert_misses"] == use.missed
-                assert metrics["expert_read_bytes"] == use.read_bytes
+                # what was asked ahead may still be read
+                assert use.read_bytes <= metrics["expert_read_bytes"] <= found.use().read_bytes
                 assert metrics["expert_hits"] + metrics["expert_guesses"] > 0
 
 
