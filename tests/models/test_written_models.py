@@ -38,10 +38,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mpt": ({"max_seq_len": 256}, "transformer.blocks.1.attn.Wqkv"),
     "bloom": ({}, "transformer.h.1.self_attention.query_key_value"),
-    "opt": (
-        {"ffn_dim": 128, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
-        "model.decoder.layers.1.fc1",
-    ),
+    "opt": ({"ffn_dim": 128, "word_embed_proj_dim": 64}, "model.decoder.layers.1.fc1"),
     "phi": ({}, "model.layers.1.self_attn.dense"),
     "starcoder2": ({"sliding_window": None}, "model.layers.1.mlp.c_fc"),
     "hunyuan_v1_dense": ({}, "model.layers.1.self_attn.q_proj"),
