@@ -67,6 +67,7 @@ class PackedLinear:
     reads_parts = True
     packs_pieces = True
     gates = False
+    rounds_inputs = False
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
         self._runtime = runtime
@@ -146,10 +147,9 @@ class PackedLinear:
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         floats(x, "linear x")
-        self._runtime.run(OpKind.LINEAR, self._product(packed, x, out), x.shape[0], "linear")
-
-    def _product(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
-        return self._arguments(packed, x, out)
+        args = self._arguments(packed, x, out)
+        args.rounded = self.rounds_inputs
+        self._runtime.run(OpKind.LINEAR, args, x.shape[0], "linear")
 
     def group(self, packed: Sequence[Packed]) -> ExpertWeights:
         weights = tuple(packed)
@@ -245,11 +245,6 @@ class RoundedLinear(PackedLinear):
         if problem.layout != "dense" or problem.format not in _VALUES[1:3]:
             return f"{problem.layout} {problem.format}: expected {', '.join(_VALUES[1:3])}"
         return None
-
-    def _product(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
-        args = self._arguments(packed, x, out)
-        args.rounded = 1
-        return args
 
 
 def _address(part: FilePart | None) -> int | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sdk import LLM, SamplingParams
+from sdk import LLM
 from tests.models.conftest import prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
+from tests.same_answers import answers, check_answers
 
 NAMES = (
     *("lfm2", "qwen3_5_text", "granitemoehybrid-experts", "falcon_h1", "mamba2", "mamba", "jamba"),
     *("qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "nemotron_h-latent", "olmo_hybrid-rotated"),
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 @pytest.mark.quick_cases(2)
@@ -24,24 +23,7 @@ def test_answers_are_the_same_alone_together_in_chunks_and_after_hits(
     name: str, tmp_path: Path
 ) -> None:
     tiny(name.split("-")[0], **ARCHITECTURES[name]).save_pretrained(tmp_path)
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "num_threads": 1,
-        "max_model_len": 160,
-        "max_num_seqs": 4,
-    }
-    prompts = [prompt(count, count) for count in (70, 33, 17)]
-    with LLM(tmp_path, **options, enable_prefix_caching=False) as llm:
-        alone = [answers(llm, [one])[0] for one in prompts]
-        assert answers(llm, prompts) == alone
-        turns = [[*one, *answer] for one, answer in zip(prompts, alone, strict=True)]
-        again = [answers(llm, [one])[0] for one in turns]
-    with LLM(tmp_path, **options) as llm:
-        assert answers(llm, prompts) == alone
-        assert answers(llm, turns) == again
-        assert llm.get_metrics()["num_prompt_tokens_cached"] >= sum(map(len, prompts))
-    with LLM(tmp_path, **options, max_num_batched_tokens=16) as llm:
-        assert answers(llm, prompts) == alone
+    check_answers(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])
@@ -53,8 +35,3 @@ def test_matrices_are_packed_while_a_hybrid_is_loaded(name: str, tmp_path: Path)
     ) as llm:
         assert len(answers(llm, [prompt(20, 1)])[0]) == 20
         assert "w8a16s" in str(llm.explain())
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
-    return [list(found.outputs[0].token_ids) for found in llm.generate(asked, GREEDY)]

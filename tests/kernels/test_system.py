@@ -180,7 +180,7 @@ except RequestError as error:
 """
 
 
-@pytest.mark.skipif(SYSTEM.name != "Linux", reason="other systems have none")
+@pytest.mark.skipif(SYSTEM.name != "Linux", reason="memory files are Linux's")
 def test_a_python_without_memory_files_runs_everything_else() -> None:
     command = [sys.executable, "-c", OLD_PYTHON, *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sdk import LLM, SamplingParams
+from sdk import LLM
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.parallel import Mesh
@@ -25,6 +25,7 @@ from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import F32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
+from tests.same_answers import OPTIONS, PROMPTS, answers, check_answers
 
 Load = Callable[..., Any]
 Array = NDArray[np.float64]
@@ -318,50 +319,26 @@ def test_logits_match_however_the_work_is_cut(kind: str, tmp_path: Path, load: L
     assert sorted(checkpoint.unused()) == unused
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
-    return [list(found.outputs[0].token_ids) for found in llm.generate(asked, GREEDY)]
-
-
 @pytest.mark.slow  # 8 s; operators are tested for this in test_states.py
 @pytest.mark.parametrize("kind", ["folder", "hybrid"])
 def test_answers_are_the_same_however_requests_run(kind: str, tmp_path: Path) -> None:
     """Alone, together, in chunks, after hits, with drafts, from a snapshot; packed."""
     path, saved = KINDS[kind][0](tmp_path), tmp_path / "saved"
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "num_threads": 1,
-        "max_model_len": 160,
-        "max_num_seqs": 4,
-    }
-    prompts = [prompt(count, count) for count in (70, 33, 17)]
-    with LLM(path, **options, enable_prefix_caching=False) as llm:
-        alone = [answers(llm, [one])[0] for one in prompts]
-        assert answers(llm, prompts) == alone
-        turns = [[*one, *answer] for one, answer in zip(prompts, alone, strict=True)]
-        again = [answers(llm, [one])[0] for one in turns]
-    with LLM(path, **options) as llm:
-        assert answers(llm, prompts) == alone
-        assert answers(llm, turns) == again
+    alone, turns, again = check_answers(path)
+    with LLM(path, **OPTIONS) as llm:
         assert "recorded graph" in str(llm.explain())
-        assert llm.get_metrics()["num_prompt_tokens_cached"] >= sum(map(len, prompts))
         llm.snapshot({"prompt_token_ids": turns[0]}).save(saved)
-    with LLM(path, **options) as llm:
+    with LLM(path, **OPTIONS) as llm:
         llm.restore(saved)
         assert answers(llm, turns[:1]) == again[:1]
         assert llm.get_metrics()["num_prompt_tokens_cached"] >= 64
-    with LLM(path, **options, max_num_batched_tokens=16) as llm:
-        assert answers(llm, prompts) == alone
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with LLM(path, **options, speculative_config=drafts) as llm:
-        assert answers(llm, prompts) == alone
+    with LLM(path, **OPTIONS, speculative_config=drafts) as llm:
+        assert answers(llm, PROMPTS) == alone
     if kind == "folder":
-        with LLM(path, **options, quantization="int8") as llm:
-            packed = [answers(llm, [one])[0] for one in prompts]
-            assert answers(llm, prompts) == packed
+        with LLM(path, **OPTIONS, quantization="int8") as llm:
+            packed = [answers(llm, [one])[0] for one in PROMPTS]
+            assert answers(llm, PROMPTS) == packed
             assert "w8a16s" in str(llm.explain())
 
 

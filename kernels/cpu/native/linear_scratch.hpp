@@ -109,8 +109,8 @@ static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
     return rows < m ? rows : m;
 }
 
-// The same for rows in bfloat16, in passes of equal length. The CPUs that multiply them have 1 MiB of
-// second-level cache, and each pass turns the weights into pairs.
+// The same for rows in bfloat16, in passes of equal length. CPUs with AVX-512-BF16 have a second-level cache
+// of 1 MiB or more, and each pass turns the weights into pairs.
 static inline int64_t bf16_pass(int64_t m, int64_t k) {
     const int64_t most = kBf16PassBytes / (bf16_row(k) * 2), least = most < kPassRows ? (int64_t)kPassRows : most;
     const int64_t passes = (m + least - 1) / least;

@@ -71,10 +71,10 @@ class StoreConnector:
         return StoreSending(self._store, offer)
 
     def fetch(self, offer: Offer) -> StoreReceiving:
-        """See :class:`sdk.cluster.transfer.connector.KVSource`. With states or windows it has only
-        as many tokens of the offer as end where the store has what comes after them.
+        """See :class:`sdk.cluster.transfer.connector.KVSource`. With states or windows it returns
+        the longest prefix of the offer for which the store has states and windows, too.
 
-        :raises TransferError: there is no such end.
+        :raises TransferError: the store has them for none of its prefixes.
         """
         keys = _Keys(offer)
         if keys.rest_layers:
