@@ -12,9 +12,9 @@ from sdk.kernels.backend import Choice, Problem
 from sdk.kernels.card import Card
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.offload import Offload, OnDisk, layer_weights
 from sdk.kernels.registry import choose, open_backends
 from sdk.kernels.system import SYSTEM
+from sdk.kernels.weights.offload import Offload, OnDisk, layer_weights
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -24,7 +24,7 @@ Entering = Callable[[], AbstractContextManager[object]]
 
 
 class Answers(Protocol):
-    """See :class:`sdk.kernels.known_answers.KnownAnswers`."""
+    """See :class:`sdk.kernels.known_answers.check.KnownAnswers`."""
 
     declined: dict[str, str]
 
@@ -34,7 +34,7 @@ class Answers(Protocol):
 
 
 class Context:
-    """Owned by one :class:`sdk.kernels.ops.Ops`, which documents the arguments.
+    """Owned by one :class:`sdk.kernels.operators.ops.Ops`, which documents the arguments.
 
     ``layers``: where the weights of the model's layers are. ``capture_pool``: the buffers of the
     forward pass that is being recorded, ``None`` otherwise.

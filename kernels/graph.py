@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar
 
 from sdk.kernels.activations import ActivationPool
 from sdk.kernels.backend import RecordedProgram
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.context import Context
 from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.host import arithmetic
 from sdk.kernels.lazy_torch import Tensor, loaded
+from sdk.kernels.operators.batch import AttentionBatch
 
 Result = TypeVar("Result")
 #: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and

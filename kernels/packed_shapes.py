@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.sampling import Change, Mask, SampleBuffers
+from sdk.kernels.operators.sampling import Change, Mask, SampleBuffers
 
 #: int32 values in 64 bytes, to which each part is aligned: Triton recompiles for other alignments.
 _LINE = 16

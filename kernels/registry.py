@@ -15,9 +15,9 @@ from typing import Any, cast
 from sdk.kernels.backend import Backend, BackendFacts, Choice, Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.host.torch_import import torch_module
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
-from sdk.kernels.offload import OnDisk
 from sdk.kernels.packages import check_installed
+from sdk.kernels.weights.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
+from sdk.kernels.weights.offload import OnDisk
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
 #: ``ACTIVATIONS``, the activation types of its operators. Memory plans use a device's best backend
@@ -42,7 +42,7 @@ def open_backends(
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not available), ...))``.
 
-    ``fixed``, ``activations`` and ``offload``: see :class:`sdk.kernels.ops.Ops`.
+    ``fixed``, ``activations`` and ``offload``: see :class:`sdk.kernels.operators.ops.Ops`.
     """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from sdk.kernels.backend import Backend, Choice, Problem
 from sdk.kernels.context import Answers, Context
-from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
 from sdk.kernels.registry import choose
+from sdk.kernels.weights.layouts import Layout, check_layout, inputs_of
 
 #: The beginning of the reason of a kernel that failed.
 FAILED = "failed its self-check"
@@ -104,7 +104,7 @@ class SelfCheck:
         self, answers: Answers, kernel: Any, problem: Problem, layout: Layout
     ) -> str | None:
         """Once for each kind of weight, not for each shape."""
-        from sdk.kernels.answer_file import Answer
+        from sdk.kernels.known_answers.file import Answer
 
         kind = replace(problem, in_features=0, out_features=0)
         about = " ".join(f"{f.name}={getattr(kind, f.name)}" for f in fields(kind))

@@ -21,12 +21,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Attend, Cut, Exchange
 from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.operators.batch import AttentionBatch
 
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sdk.models.architecture import Architecture, LayerRules, architecture
-from sdk.models.config_fields import Fields, without_null
-from sdk.models.expert_config import LATENT, NAMES, shared_width
-from sdk.models.sliding import sliding_windows
+from sdk.models.configs.experts import LATENT, NAMES, shared_width
+from sdk.models.configs.fields import Fields, without_null
+from sdk.models.configs.sliding import sliding_windows
 from sdk.quant.caches import AttentionCache
 from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import CheckpointError

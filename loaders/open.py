@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.loaders.gguf_config import build_config
-from sdk.loaders.gguf_reader import read_gguf
-from sdk.loaders.hub import (
+from sdk.loaders.gguf_files.config import build_config
+from sdk.loaders.gguf_files.mmproj_files import is_mmproj
+from sdk.loaders.gguf_files.reader import read_gguf
+from sdk.loaders.hub.files import gguf_files
+from sdk.loaders.hub.hub import (
     HubAccess,
     HubModel,
     Report,
@@ -19,14 +21,12 @@ from sdk.loaders.hub import (
     hint_at_hub,
     parse_hub_id,
 )
-from sdk.loaders.hub_files import gguf_files
-from sdk.loaders.mmproj_files import is_mmproj
 from sdk.loaders.other_kinds import PICKLES, check_adapter, no_model
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.loaders.hf_folder import HfFolder
+    from sdk.loaders.folders.hf_folder import HfFolder
 
 
 def open_checkpoint(
@@ -71,7 +71,7 @@ def open_checkpoint(
             )
         return _hf_folder(path)
     images = None if mmproj is None or mmproj is False else _existing(mmproj)
-    from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+    from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(file, pre_tokenizer, images, text_only=mmproj is False)
 
@@ -209,7 +209,9 @@ def _gguf_at(path: Path) -> Path | None:
 
 
 def _hf_folder(path: Path) -> HfFolder:
-    from sdk.loaders.hf_folder import HfFolder  # five modules that a GGUF file does not need
+    from sdk.loaders.folders.hf_folder import (
+        HfFolder,  # five modules that a GGUF file does not need
+    )
 
     if path.is_dir():
         return HfFolder(path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdk.loaders.folder_file import folder_file
+from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
 from sdk.models.architecture import gguf_names
 from sdk.models.other_models import TOWER, refused_gguf

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.packages import check_installed
+from sdk.loaders.folders.safetensors_reader import DTYPES, StoredTensor
 from sdk.loaders.model_file import ModelFile
-from sdk.loaders.safetensors_reader import DTYPES, StoredTensor
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 #: The pickle of a head with a few hundred tensors has less than 100 KB.

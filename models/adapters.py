@@ -12,8 +12,8 @@ from difflib import get_close_matches
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
+from sdk.kernels.operators.ops import Ops
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.embedding import Embedding
 from sdk.models.parts import Part

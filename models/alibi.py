@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from sdk.models.score_biases import Alibi
+    from sdk.models.configs.score_biases import Alibi
 
 
 def alibi_slopes(alibi: Alibi, heads: int, scale: float) -> NDArray[np.float32]:

@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.norm import Norm
-from sdk.models.attention import Attention
+from sdk.kernels.operators.norm import Norm
 from sdk.models.layer_inputs import LayerInput
+from sdk.models.mixers.attention import Attention
 from sdk.models.mlp import MLP
 from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.kv_pages import KVPages
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.kv.pages import KVPages
+    from sdk.kernels.operators.ops import Ops
     from sdk.models.architecture import LayerRules
-    from sdk.models.attention import Step
+    from sdk.models.mixers.attention import Step
     from sdk.models.projections import Projection
     from sdk.models.source import Source
 

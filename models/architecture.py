@@ -19,19 +19,19 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from sdk.kernels.route_rule import SOFTMAX, RouteRule
+from sdk.kernels.operators.route_rule import SOFTMAX, RouteRule
 from sdk.models.architecture_names import GGUF_NAMES, MODEL_TYPES
-from sdk.models.dual_rules import DualRules
-from sdk.models.score_biases import Alibi, DistanceBuckets
-from sdk.models.sliding import SlidingRule, no_layer
+from sdk.models.configs.dual_rules import DualRules
+from sdk.models.configs.score_biases import Alibi, DistanceBuckets
+from sdk.models.configs.sliding import SlidingRule, no_layer
 
 if TYPE_CHECKING:
-    from sdk.kernels.head_norms import QueryScale
-    from sdk.kernels.mlp_activations import Activation, GateKind
-    from sdk.models.config_fields import Fields
-    from sdk.models.latent_spec import LatentSpec
-    from sdk.models.recurrent import RecurrentSpec
-    from sdk.models.stream_spec import StreamSpec
+    from sdk.kernels.operators.head_norms import QueryScale
+    from sdk.kernels.operators.mlp_activations import Activation, GateKind
+    from sdk.models.configs.fields import Fields
+    from sdk.models.configs.latent_spec import LatentSpec
+    from sdk.models.configs.recurrent import RecurrentSpec
+    from sdk.models.configs.stream_spec import StreamSpec
     from sdk.quant.caches import AttentionCache
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -87,7 +87,7 @@ def always(fields: Fields) -> bool:
 class ConfigRules(NamedTuple):
     """How a ``config.json`` is read.
 
-    ``keys``: those that it reads besides :data:`sdk.models.config_keys.COMMON`. ``ignored``: keys
+    ``keys``: those that it reads besides :data:`sdk.models.configs.keys.COMMON`. ``ignored``: keys
     of this model without an effect on results.
     ``defaults``: values of keys that a config leaves out (transformers' class defaults).
     ``stated``: keys besides :data:`STATED`, which may be null. A config with all of them is read
@@ -104,7 +104,7 @@ class ConfigRules(NamedTuple):
     ``shared_experts``: their number, where the code fixes it.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
-    ``causal``: see :class:`sdk.models.config.ModelConfig`; a config may still say otherwise.
+    ``causal``: see :class:`sdk.models.configs.config.ModelConfig`; a config may still say otherwise.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
@@ -203,7 +203,7 @@ NORMS_AROUND = Norms(
 
 
 class NormKind(NamedTuple):
-    """What the norms of a model compute: see :class:`sdk.kernels.norm.Norm`."""
+    """What the norms of a model compute: see :class:`sdk.kernels.operators.norm.Norm`."""
 
     centred: bool = False
     weight: bool = True
@@ -333,7 +333,7 @@ class TensorRules(NamedTuple):
     ``block_sparse_moe.experts.0.w1``.
     ``names``: names that differ from a Llama's, ours to the file's; those of a layer without
     ``model.layers.0.``, which ``model.layers`` renames, and where files of the model differ one
-    name for each. See :mod:`sdk.loaders.tensor_names`.
+    name for each. See :mod:`sdk.loaders.folders.tensor_names`.
     ``qkv_by_group``: the rows of ``qkv_proj`` are those of one key/value head after the other: its
     query heads, its key, its value.
     ``layers_transposed``: float matrices of layers are ``[in, out]``; packed ones are not.
@@ -409,7 +409,7 @@ class HeadRules(NamedTuple):
 
 
 class GgufKeys(Protocol):
-    """The metadata of a GGUF file: see :class:`sdk.loaders.gguf_metadata.Keys`."""
+    """The metadata of a GGUF file: see :class:`sdk.loaders.gguf_files.metadata.Keys`."""
 
     source: str
 
@@ -449,7 +449,7 @@ class GgufRules(NamedTuple):
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
     experts, 2: sigmoids, 3: a softmax over the chosen ones; several if ``read`` tells them apart.
-    ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_keys.py.
+    ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_files/keys.py.
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.

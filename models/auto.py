@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.host.torch_import import one_mode
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.architecture import architecture
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.other_models import check_type
 from sdk.models.parallel import Mesh
@@ -48,7 +48,7 @@ def build_model(
             return Decoder(Source(checkpoint, facts, mesh, ops, max_model_len, layers, shared))
     assert shared is None
     check_type(model_type(values))
-    from sdk.models.hf_backend import build_hf_model
+    from sdk.models.transformers_code.backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)
 
@@ -61,7 +61,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     if architecture(model_type(values)) is not None:
         return ModelConfig.from_dict(values)
     check_type(model_type(values))
-    from sdk.models.hf_backend import read_hf_config
+    from sdk.models.transformers_code.backend import read_hf_config
 
     return read_hf_config(values)
 

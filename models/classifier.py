@@ -17,7 +17,7 @@ import numpy as np
 
 from sdk.kernels.dataclass import dataclass
 from sdk.models.architecture import WITHOUT_HEAD
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.quant.embedding_head import Step
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

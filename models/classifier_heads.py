@@ -15,7 +15,7 @@ import numpy as np
 
 from sdk.models.architecture import HeadRules, architecture
 from sdk.models.classifier import Classifier
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.quant.embedding_head import DenseStep, LayerNormStep, Step
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

@@ -15,26 +15,26 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.norm import Norm
-from sdk.kernels.states import LayerState
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
-from sdk.models.attention import Attention, Step
 from sdk.models.distance_buckets import distance_biases
+from sdk.models.experts.moe import ExpertMLP
+from sdk.models.mixers.attention import Attention, Step
 from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
-from sdk.models.moe import ExpertMLP
 from sdk.quant.errors import AlignmentError, CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.batch import AttentionBatch
-    from sdk.kernels.kv_pages import KVPages
-    from sdk.kernels.rounding import Rounding, Rows
+    from sdk.kernels.kv.pages import KVPages
+    from sdk.kernels.operators.batch import AttentionBatch
+    from sdk.kernels.operators.rounding import Rounding, Rows
     from sdk.models.altup import StreamLayer, Streams
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
     from sdk.models.embedding import Embedding
     from sdk.models.layer_inputs import LayerInput, LayerInputs
-    from sdk.models.mixer import Mixer
+    from sdk.models.mixers.mixer import Mixer
     from sdk.models.projections import Head, Linear, Projection
     from sdk.models.rope import Rope
     from sdk.models.source import Source
@@ -81,7 +81,7 @@ class TokenLinear:
         return self.out.rounding
 
     def __call__(self, x: Rows, step: Step, cache: None) -> Tensor:
-        """See :class:`sdk.models.mixer.Mixer`."""
+        """See :class:`sdk.models.mixers.mixer.Mixer`."""
         return self.out(x)
 
 
@@ -123,7 +123,7 @@ class Layer:
         each = self.group is None
         self.mixers: list[Mixer] = []
         if blocks.attention and c.latent is not None:
-            from sdk.models.latent_attention import LatentAttention
+            from sdk.models.mixers.latent_attention import LatentAttention
 
             self.mixers.append(LatentAttention(source, f"{path}.self_attn", index, reduce=each))
         elif blocks.attention:
@@ -413,7 +413,7 @@ class Decoder:
         #: What the embeddings of tokens of images are replaced by: the rows of the image cache,
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
-        #: Of attention, by distance: see :meth:`sdk.kernels.ops.Ops.attention`.
+        #: Of attention, by distance: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
         self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.

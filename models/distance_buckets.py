@@ -16,7 +16,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from sdk.models.score_biases import DistanceBuckets
+    from sdk.models.configs.score_biases import DistanceBuckets
     from sdk.models.source import Source
 
 

@@ -21,15 +21,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
-from sdk.models.attention import Attention, Step
-from sdk.models.config import ModelConfig
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.models.configs.config import ModelConfig
 from sdk.models.decoder import Layer, layer_rules
+from sdk.models.mixers.attention import Attention, Step
 from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
 from sdk.models.projections import Head, Linear, Projection

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.norm import Norm
-    from sdk.kernels.ops import Ops
-    from sdk.models.config import ModelConfig
+    from sdk.kernels.operators.norm import Norm
+    from sdk.kernels.operators.ops import Ops
+    from sdk.models.configs.config import ModelConfig
     from sdk.models.parallel import Mesh
     from sdk.models.parts import Adapters
     from sdk.quant.weight import Weight

@@ -10,7 +10,7 @@ from sdk.quant.head_weights import HeadWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
 
 
 class HeadProjection:

@@ -17,7 +17,7 @@ from sdk.quant.errors import AlignmentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.models.attention import Step
+    from sdk.models.mixers.attention import Step
     from sdk.models.source import Source
 
 

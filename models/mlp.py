@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.norm import Norm
 from sdk.models.architecture import ExpertsBeside, LayerRules
-from sdk.models.moe import ExpertMLP
+from sdk.models.experts.moe import ExpertMLP
 from sdk.models.rank_norms import SubNorm
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.rounding import Rounding, Rows
-    from sdk.kernels.states import LayerState
-    from sdk.models.attention import Step
-    from sdk.models.config import ModelConfig
+    from sdk.kernels.operators.rounding import Rounding, Rows
+    from sdk.kernels.operators.states import LayerState
+    from sdk.models.configs.config import ModelConfig
+    from sdk.models.mixers.attention import Step
     from sdk.models.projections import Projection
     from sdk.models.source import Source
 
@@ -96,7 +96,7 @@ class ShiftedMLP:
     """An MLP without a gate, whose input is mixed with that of the token before."""
 
     def __init__(self, source: Source, path: str, width: int, *, reduce: bool) -> None:
-        from sdk.models.mixer import shift_weight  # no other MLP needs it
+        from sdk.models.mixers.mixer import shift_weight  # no other MLP needs it
 
         self.ops = source.ops
         values, hidden = source.plain(f"{path}.shift"), source.config.hidden_size
@@ -144,7 +144,7 @@ class MLPBesideExperts:
 
 
 def xielu_numbers(source: Source, path: str) -> tuple[float, float, float, float]:
-    """What the activation of an MLP takes: see :meth:`sdk.kernels.ops.Ops.activation`."""
+    """What the activation of an MLP takes: see :meth:`sdk.kernels.operators.ops.Ops.activation`."""
     names = ("alpha_p", "alpha_n", "beta", "eps")
     alpha_p, alpha_n, beta, eps = (
         float(source.vector(f"{path}.act_fn.{name}", 1)[0]) for name in names

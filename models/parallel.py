@@ -44,7 +44,7 @@ class Mesh:
     The ranks are those of one of ``stages`` stages. ``upstream``, ``downstream``: the links to the
     rank of the same number in the stage before and in the next one. ``redundant_experts``: ``None``
     if every rank has a part of each expert. Otherwise it has whole experts, of which this many more
-    than the model has are copies (models/expert_parallel.py).
+    than the model has are copies (models/experts/parallel.py).
     """
 
     rank: int = 0

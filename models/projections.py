@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import Activation
-from sdk.kernels.ops import Ops
-from sdk.kernels.rounding import Rounding, Rows
-from sdk.kernels.routes import Routes
-from sdk.models.config import ModelConfig
+from sdk.kernels.operators.mlp_activations import Activation
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rounding, Rows
+from sdk.kernels.operators.routes import Routes
+from sdk.models.configs.config import ModelConfig
 from sdk.models.head_projection import HeadProjection
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Adapters, Matrix, Part
@@ -24,7 +24,7 @@ class Projection:
     ``parts``: the matrices of the checkpoint that it multiplies with. ``adapters`` add to the
     product of rows that have one; without adapters nothing is run or recorded. ``narrow``: only
     another kernel reads y, so it has the type of activations
-    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32. ``matrix.order``: see
+    (:attr:`sdk.kernels.operators.ops.Ops.activations`); else y is float32. ``matrix.order``: see
     :class:`Matrix`. ``part_of_sum``: the products of all ranks are summed, here or by the caller.
     """
 

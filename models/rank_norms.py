@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.norm import Norm
 from sdk.quant.errors import AlignmentError
 
 if TYPE_CHECKING:

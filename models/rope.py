@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 ROPE_TYPES = (
     "default",
@@ -94,7 +94,7 @@ class Rope:
         shifts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``, or ``[T, 0]`` if
-        nothing turns. ``axes``, ``shifts``: see :meth:`sdk.kernels.ops.Ops.rope_angles`."""
+        nothing turns. ``axes``, ``shifts``: see :meth:`sdk.kernels.operators.ops.Ops.rope_angles`."""
         return ops.rope_angles(positions, self.inv_freq, self.attention_factor, axes, shifts)
 
 

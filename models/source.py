@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sdk.kernels.layouts import Dense
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
 from sdk.models.architecture import Architecture, architecture
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.embedding import Embedding
-from sdk.models.expert_parallel import ExpertShare
+from sdk.models.experts.parallel import ExpertShare
 from sdk.models.parallel import HeadShard, Mesh
 from sdk.models.parts import Matrix, Part, Tensors, joined_parts, offsets_of, whole
 from sdk.models.projections import ExpertProjection, Head, Linear, Projection

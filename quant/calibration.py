@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from sdk.kernels.backend import Choice
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
-from sdk.kernels.rounding import Rows
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rows
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat

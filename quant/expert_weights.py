@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.kernels.bound import BoundExperts
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.bound import BoundExperts
 from sdk.quant.weight import PackedWeight, StackedWeight, Weight
 
 

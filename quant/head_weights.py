@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdk.kernels.bound import BoundHeads
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.bound import BoundHeads
 from sdk.quant.weight import PackedWeight, StackedWeight, Weight
 
 
@@ -33,6 +33,6 @@ class HeadWeights(StackedWeight):
         self._grouped = ops.latent.group(bound)
 
     def matmul_heads(self, x: Tensor, out: Tensor) -> Tensor:
-        """See :meth:`sdk.kernels.bound.BoundHeads.matmul`."""
+        """See :meth:`sdk.kernels.weights.bound.BoundHeads.matmul`."""
         assert self._grouped is not None, "bind() the weight before matmul_heads()"
         return self._grouped.matmul(x, out)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import row_scales
+from sdk.kernels.weights.layouts import Affine, Blocks, Dense, Float8, Layout
 
 #: At least this many scales share a super scale after joining; fewer would add more than 3 % bytes.
 _LEAST_SUPERS = 8

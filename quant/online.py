@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sdk.kernels.layouts import Dense
+from sdk.kernels.weights.layouts import Dense
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint

@@ -13,10 +13,10 @@ from copy import copy
 from dataclasses import dataclass
 
 from sdk.kernels.backend import Choice
-from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
-from sdk.kernels.rounding import Rows
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rows
+from sdk.kernels.weights.layouts import Layout
 from sdk.quant.errors import AlignmentError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Side, Weight, concat

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sdk.kernels.layouts import ActivationScheme, Blocks, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import ActivationScheme, Blocks, Layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.float4 import mxfp4, nvfp4

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
+from sdk.kernels.kv.kv_types import KV_ALIASES, KV_TYPES, KVType
 from sdk.quant.caches import AttentionCache, Cache, StateCache, rounded
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
-    from sdk.kernels.layouts import ActivationScheme
+    from sdk.kernels.weights.layouts import ActivationScheme
 
 WeightKind = Literal["float", "int", "block", "table"]
 
@@ -130,7 +130,7 @@ _KV_SKIP = re.compile(r"(?P<types>[^:]+)(?::skip=(?P<skip>\d+(?:\+\d+)*))?")
 class KVTypes:
     """The types of keys and of values, and the layers that keep both in float16.
 
-    Written as a name of ``KV_TYPES`` (kernels/kv_types.py): ``float16``, ``int8``, ``fp8``;
+    Written as a name of ``KV_TYPES`` (kernels/kv/kv_types.py): ``float16``, ``int8``, ``fp8``;
     ``k8v4`` for int8 keys and int4 values (16: float16), ``int8/fp8`` for any two;
     ``int4:skip=0+29`` if layers 0 and 29 stay in float16.
     """

@@ -1,4 +1,4 @@
-"""A table that stays in its file: see :mod:`sdk.kernels.stored_rows`."""
+"""A table that stays in its file: see :mod:`sdk.kernels.weights.stored_rows`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from copy import copy
 
 from sdk.kernels.backend import Choice
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
-from sdk.kernels.rounding import Rows
-from sdk.kernels.stored_rows import OpenRows, StoredRows, open_rows
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rows
+from sdk.kernels.weights.stored_rows import OpenRows, StoredRows, open_rows
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import Side, Weight

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sdk.kernels.layouts import Layout, Pieces
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.linear import gather_rows, slice_rows
-from sdk.kernels.stored_rows import StoredRows
+from sdk.kernels.weights.layouts import Layout, Pieces
+from sdk.kernels.weights.stored_rows import StoredRows
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Side, Weight, weight_of

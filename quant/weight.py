@@ -15,13 +15,21 @@ from dataclasses import replace
 from typing import Literal
 
 from sdk.kernels.backend import Choice
-from sdk.kernels.bound import BoundLinear, rows_of_part
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rounding, Rows
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, reorder_rows, slice_rows
-from sdk.kernels.rounding import Rounding, Rows
+from sdk.kernels.weights.bound import BoundLinear, rows_of_part
+from sdk.kernels.weights.layouts import (
+    BLOCK_TYPES,
+    Affine,
+    Blocks,
+    Dense,
+    Float8,
+    Layout,
+    check_layout,
+)
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec, WeightKind
@@ -78,7 +86,7 @@ class Weight(ABC):
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         """Choose the kernel and give it the tensors. Call once, before ``matmul``.
 
-        ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
+        ``activation_bits``: see :meth:`sdk.kernels.operators.ops.Ops.linear`.
         """
 
     @abstractmethod
@@ -99,7 +107,7 @@ class Weight(ABC):
     def matmul(self, x: Rows, out: Tensor | None = None, activation: str = "") -> Tensor:
         """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new.
 
-        ``activation``: see :meth:`sdk.kernels.bound.BoundLinear.matmul`.
+        ``activation``: see :meth:`sdk.kernels.weights.bound.BoundLinear.matmul`.
         """
 
     @abstractmethod
@@ -121,7 +129,7 @@ class PackedWeight(Weight):
 
     @property
     def layout(self) -> Layout:
-        """The tensors, in the canonical order of :mod:`sdk.kernels.layouts`."""
+        """The tensors, in the canonical order of :mod:`sdk.kernels.weights.layouts`."""
         if self._bound is not None:
             return self._bound.layout()
         assert self._layout is not None

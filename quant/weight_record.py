@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from sdk.kernels.bound import BoundLinear
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.bound import BoundLinear
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.spec import QuantSpec

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # Self, Unpack: in typing from Python 3.11 on; the others com
     from sdk.engine.snapshot import Snapshot
     from sdk.loading.quant_report import QuantReport
     from sdk.memory.plan import MemoryPlan
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
     from sdk.requests.pooling.calls import PoolingRequests
     from sdk.requests.served import Served
 
@@ -144,7 +144,7 @@ class LLM(GenerationMethods, PoolingMethods, AsyncPoolingMethods):
 
     def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
         """Quantize this model's checkpoint into ``out``: see :func:`sdk.quantize`."""
-        from sdk.loaders.hub import HubAccess
+        from sdk.loaders.hub.hub import HubAccess
         from sdk.loaders.open import locate
         from sdk.quantizing import quantize  # imports the writers
 

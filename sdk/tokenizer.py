@@ -187,7 +187,9 @@ class LLMTokenizer:
 
         :raises RequestError: invalid messages, or a model without a chat template.
         """
-        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
+        from sdk.loaders.templates.chat_template import (
+            TemplateError,  # loaded with the first conversation
+        )
 
         if add_generation_prompt and continue_final_message:
             raise RequestError(f"apply_chat_template: {ONLY_ONE}")

@@ -16,7 +16,7 @@ class Event:
 
 
 class Streams:
-    """See :class:`sdk.kernels.host_layers.Copies`. Every call is a moment of the computing stream,
+    """See :class:`sdk.kernels.weights.host_layers.Copies`. Every call is a moment of the computing stream,
     which has run up to ``now``; the copying one knows that it ran up to ``seen``."""
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.loaders.expert_names import spelled_as_ours
-from sdk.loaders.tensor_names import TensorNames
+from sdk.loaders.folders.expert_names import spelled_as_ours
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.models.architecture import architecture
 from tests.loaders.conftest import GgufBytes
 

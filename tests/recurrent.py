@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.ops import Ops
-from sdk.kernels.states import RwkvKeys, StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.states import RwkvKeys, StateBatch
 
 Tensors = dict[str, Tensor]
 SLOTS = 12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 
 #: Rules and whether they have a bias.
 RULES: dict[str, tuple[RouteRule, bool]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.kernels.sampling import Change, ChangeKind, SampleBuffers, Shape, Tokens
+from sdk.kernels.operators.sampling import Change, ChangeKind, SampleBuffers, Shape, Tokens
 
 F32 = np.float32
 INF = float("inf")

@@ -32,7 +32,7 @@ from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.offload import OnDisk
+from sdk.kernels.weights.offload import OnDisk
 
 if TYPE_CHECKING:
     from sdk.kernels.cpu.expert_cache import ExpertCache

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import OpKind, PlacesArgs
 from sdk.kernels.cpu.page_args import AttentionArgs, PageLevel
 from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, reject
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import MAX_TIERS
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.tiers import MAX_TIERS
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.operators.batch import AttentionBatch
 
 #: Numbers of a vector of the kernels in bfloat16.
 _VECTOR = 16
 
 
 class Attention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.attention`."""
 
     name = "cpu.attention"
     rounds_inputs = False
@@ -142,7 +142,7 @@ def _by_head(name: str, values: Tensor | None, heads: int) -> Tensor | None:
 
 
 class Places:
-    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.find_places`."""
 
     name = "cpu.find_places"
 

@@ -19,8 +19,8 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import ALWAYS_GATED
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.mlp_activations import ALWAYS_GATED
+from sdk.kernels.operators.norm import Norm
 
 _KINDS = {
     "silu": 0,
@@ -38,7 +38,7 @@ MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 
 
 
 class Normalize:
-    """See :meth:`sdk.kernels.ops.Ops.norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.norm`."""
 
     name = "cpu.norm"
     rounds = False
@@ -54,7 +54,7 @@ class Normalize:
 
 
 class AddNormalize:
-    """See :meth:`sdk.kernels.ops.Ops.add_norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.add_norm`."""
 
     name = "cpu.add_norm"
     rounds = False
@@ -113,7 +113,7 @@ def _norm(
 
 
 class Activate:
-    """See :meth:`sdk.kernels.ops.Ops.gated_activation` and ``activation``."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gated_activation` and ``activation``."""
 
     def __init__(self, runtime: NativeRuntime, *, gated: bool) -> None:
         self._runtime = runtime
@@ -149,7 +149,7 @@ class Activate:
 
 
 class Gate:
-    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gate`."""
 
     name = "cpu.gate"
 
@@ -208,7 +208,7 @@ class Map:
 
 
 class SelectRows:
-    """See :meth:`sdk.kernels.ops.Ops.select_rows`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.select_rows`."""
 
     name = "cpu.select_rows"
 
@@ -227,7 +227,7 @@ class SelectRows:
 
 
 class PlaceRows:
-    """See :meth:`sdk.kernels.ops.Ops.place_rows`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.place_rows`."""
 
     name = "cpu.place_rows"
 
@@ -249,7 +249,7 @@ class PlaceRows:
 
 
 class TakeColumns:
-    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.take_columns`."""
 
     name = "cpu.take_columns"
 

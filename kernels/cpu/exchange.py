@@ -18,7 +18,7 @@ from sdk.kernels.reference.exchange import gather_columns
 
 
 class AllReduce:
-    """See :meth:`sdk.kernels.ops.Ops.all_reduce`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.all_reduce`."""
 
     name = "cpu.all_reduce"
 
@@ -38,7 +38,7 @@ class AllReduce:
 
 
 class AllGather:
-    """See :meth:`sdk.kernels.ops.Ops.all_gather`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.all_gather`."""
 
     name = "cpu.all_gather"
 
@@ -77,7 +77,7 @@ class _Transfer:
 
 
 class Send(_Transfer):
-    """See :meth:`sdk.kernels.ops.Ops.send`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.send`."""
 
     name = "cpu.send"
 
@@ -89,7 +89,7 @@ class Send(_Transfer):
 
 
 class Receive(_Transfer):
-    """See :meth:`sdk.kernels.ops.Ops.receive`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.receive`."""
 
     name = "cpu.receive"
 

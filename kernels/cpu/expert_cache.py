@@ -17,9 +17,9 @@ from sdk.kernels.cpu.library import ExpertCounts, WeightCheck, WeightView
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.errors import KernelError
-from sdk.kernels.expert_slots import slot_bytes, slots_within
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.system import SYSTEM
+from sdk.kernels.weights.expert_slots import slot_bytes, slots_within
 
 #: Threads that read: with four, a disk has its next request before it is done with one.
 READERS = 4

@@ -10,7 +10,7 @@ from sdk.kernels.cpu.library import ELEMENT_TYPES, LowRankArgs, LowRankPart, Low
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
-from sdk.kernels.low_rank import ALIGN, Factors, Shape, Update
+from sdk.kernels.operators.low_rank import ALIGN, Factors, Shape, Update
 
 #: Columns of a block of ``b``, and of a block of ``a``.
 BLOCK = 16
@@ -19,7 +19,7 @@ UNIT = 8
 
 
 class LowRank:
-    """See :class:`sdk.kernels.low_rank.LowRankKernel`."""
+    """See :class:`sdk.kernels.operators.low_rank.LowRankKernel`."""
 
     name = "cpu.low_rank"
 
@@ -34,7 +34,7 @@ class LowRank:
 
 
 class CpuTable:
-    """See :class:`sdk.kernels.low_rank.Table`."""
+    """See :class:`sdk.kernels.operators.low_rank.Table`."""
 
     def __init__(self, runtime: NativeRuntime, shape: Shape, dtype: torch.dtype) -> None:
         self._runtime = runtime

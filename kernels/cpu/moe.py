@@ -18,13 +18,13 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.rank_group import SharedGroup
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.operators.route_rule import GATES, RouteRule
+from sdk.kernels.operators.routes import RankTokens, Routes
 from sdk.kernels.reference.moe import combine_ranks
-from sdk.kernels.route_rule import GATES, RouteRule
-from sdk.kernels.routes import RankTokens, Routes
 
 
 class Route:
-    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.route`."""
 
     name = "cpu.route"
 
@@ -97,7 +97,7 @@ class GroupByExpert:
 
 
 class AddOwnersBias:
-    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.add_owners_bias`."""
 
     name = "cpu.add_owners_bias"
 
@@ -115,7 +115,7 @@ class AddOwnersBias:
 
 
 class Combine:
-    """See :meth:`sdk.kernels.moe.MoEOps.combine`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.combine`."""
 
     name = "cpu.combine"
 
@@ -173,7 +173,7 @@ class CombineRanks:
 
 
 class GatherRanks:
-    """See :meth:`sdk.kernels.moe.MoEOps.gather`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.gather`."""
 
     name = "cpu.gather_ranks"
 

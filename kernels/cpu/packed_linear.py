@@ -33,9 +33,9 @@ from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.layouts import TABLE_BITS, Layout, check_layout
 
 if TYPE_CHECKING:
     from sdk.kernels.cpu.expert_cache import ExpertCache, ExpertGroup

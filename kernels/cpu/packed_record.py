@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.bound import BoundLinear
 from sdk.kernels.context import Context
 from sdk.kernels.cpu.library import WeightCheck, WeightView
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import Packed, point
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import ActivationScheme, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.registry import choose
+from sdk.kernels.weights.bound import BoundLinear
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Blocks, Dense, Float8, Layout
 
 #: The tensors of a packed weight, in the order of their places in a file.
 _TENSORS = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks
 
 #: Rows of a tile and of a row block: kTileRows of native/abi.hpp.
 TILE_ROWS = 16

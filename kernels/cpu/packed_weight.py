@@ -27,9 +27,9 @@ from sdk.kernels.cpu.packed_scales import (
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.reference.decode import row_scales
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 #: Columns (k) of a tile: kTileDepth of native/abi.hpp.
 TILE_DEPTH = 32

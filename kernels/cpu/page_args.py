@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
-from sdk.kernels.kv_tiers import MAX_TIERS
+from sdk.kernels.kv.tiers import MAX_TIERS
 
 
 class PageSide(Structure):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import MAX_TIERS, TIER_PAGE_SIZE
-from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
+from sdk.kernels.kv.kv_types import KV_TYPES, KVType, scale_group
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.tiers import MAX_TIERS, TIER_PAGE_SIZE
 from sdk.kernels.lazy_torch import Tensor, torch
 
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)

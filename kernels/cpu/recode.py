@@ -10,11 +10,11 @@ from sdk.kernels.cpu.library import OpKind
 from sdk.kernels.cpu.page_args import PageLevel, RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
 from sdk.kernels.cpu.runtime import NativeRuntime
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 
 
 class RecodePage:
-    """See :func:`sdk.kernels.page_recoder.page_recoder`."""
+    """See :func:`sdk.kernels.kv.recoder.page_recoder`."""
 
     name = "cpu.recode_page"
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from ctypes import c_int32
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.checks import expect
 from sdk.kernels.cpu.library import AnglesArgs, OpKind
 from sdk.kernels.cpu.page_args import RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.checks import expect
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
 
 
 class RopeAndCache:
-    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.rope_and_cache`."""
 
     name = "cpu.rope_and_cache"
 
@@ -97,7 +97,7 @@ class RopeAndCache:
 
 
 class LatentRopeAndCache:
-    """See :meth:`sdk.kernels.latent.LatentOps.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.latent.LatentOps.rope_and_cache`."""
 
     name = "cpu.latent_rope_and_cache"
 

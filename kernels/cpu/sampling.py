@@ -7,13 +7,13 @@ from sdk.kernels.cpu.library import OpKind, SampleArgs
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.sampling import Draws, SampleBuffers
+from sdk.kernels.operators.sampling import Draws, SampleBuffers
 
 
 class Sample:
-    """See :meth:`sdk.kernels.ops.Ops.sample`.
+    """See :meth:`sdk.kernels.operators.ops.Ops.sample`.
 
-    Agrees with the reference as :mod:`sdk.kernels.sampling` says; weights below e^-87.3 of the
+    Agrees with the reference as :mod:`sdk.kernels.operators.sampling` says; weights below e^-87.3 of the
     best are 0. A row's token is the same at every AVX level.
     """
 

@@ -16,8 +16,8 @@ from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import TILE_DEPTH, Packed
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.cpu.weight_memory import WeightMemory
-from sdk.kernels.layouts import ActivationScheme, Layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.weights.layouts import ActivationScheme, Layout, inputs_of
 
 #: The numbers of native/abi.hpp.
 _CODES = {"int": 1, "e4m3": 2, "e2m1": 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import GATE_KINDS, floats
 from sdk.kernels.cpu.library import (
     ConvArgs,
@@ -17,15 +16,16 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.norm import Norm
-from sdk.kernels.states import RwkvKeys, StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.states import RwkvKeys, StateBatch
 
 #: With the numbers of native/abi.hpp.
 NORM_GATES = {"silu": 0, "sigmoid": 1}
 
 
 class CausalConv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.causal_conv`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.causal_conv`."""
 
     name = "cpu.causal_conv"
 
@@ -69,7 +69,7 @@ class CausalConv:
 
 
 class GatedDelta:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_delta`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_delta`."""
 
     name = "cpu.gated_delta"
 
@@ -110,7 +110,7 @@ class GatedDelta:
 
 
 class Rwkv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`; natively a delta rule with more."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`; natively a delta rule with more."""
 
     name = "cpu.rwkv"
 
@@ -166,7 +166,7 @@ class Rwkv:
 
 
 class StateSpace:
-    """See :meth:`sdk.kernels.state_ops.StateOps.ssd`; with ``by_row``, ``selective_scan``, which is
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`; with ``by_row``, ``selective_scan``, which is
     one head whose rows differ to the native code."""
 
     def __init__(self, runtime: NativeRuntime, *, by_row: bool = False) -> None:
@@ -215,7 +215,7 @@ class StateSpace:
 
 
 class Rates:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rates`."""
 
     name = "cpu.rates"
 
@@ -250,7 +250,7 @@ class Rates:
 
 
 class GatedNorm:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_norm`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_norm`."""
 
     name = "cpu.gated_norm"
 

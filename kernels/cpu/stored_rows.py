@@ -9,15 +9,15 @@ from sdk.kernels.cpu.library import EmbeddingArgs, OpKind
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, Packed, prepared
 from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.cpu.weight_memory import WeightMemory
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.stored_rows import STORED_COLUMNS, StoredRows
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Blocks, Dense, Layout
+from sdk.kernels.weights.stored_rows import STORED_COLUMNS, StoredRows
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
 class ReadRows:
-    """See :class:`sdk.kernels.stored_rows.OpenRows`."""
+    """See :class:`sdk.kernels.weights.stored_rows.OpenRows`."""
 
     name = "cpu.stored_rows"
 

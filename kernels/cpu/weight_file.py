@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.errors import KernelError
-from sdk.kernels.offload import OnDisk
 from sdk.kernels.system import SYSTEM
+from sdk.kernels.weights.offload import OnDisk
 
 #: The file grows in such steps when weights are larger than planned.
 _STEP = 64 * 2**20

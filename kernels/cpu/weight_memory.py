@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.offload import OnDisk
 from sdk.kernels.system import SYSTEM
+from sdk.kernels.weights.offload import OnDisk
 
 _Bytes = NDArray[np.uint8]
 _Place = tuple[mmap.mmap, int]

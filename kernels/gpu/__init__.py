@@ -14,13 +14,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.batch import WorkShape
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch, work_shape
-from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.offload import OnDisk
+from sdk.kernels.operators.batch import WorkShape
 from sdk.kernels.packages import install
 from sdk.kernels.scratch import Products
+from sdk.kernels.weights.layouts import BLOCK_TYPES
+from sdk.kernels.weights.offload import OnDisk
 
 if TYPE_CHECKING:
     from sdk.kernels.gpu.tuning import Tuning

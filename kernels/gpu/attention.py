@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
@@ -36,7 +35,8 @@ from sdk.kernels.gpu.scratch import (
     runs,
     split_count,
 )
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch, WorkShape
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 #: Rows of a tile of many queries, for two groups of four warps; of any other tile, such as one over
@@ -51,7 +51,7 @@ _JOINED, _MOST_LOADS = 4096, 16
 
 
 class Attention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`.
+    """See :meth:`sdk.kernels.operators.ops.Ops.attention`.
 
     ``programs``: four for each of the card's processors. ``fixed``: see the module.
     """

@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.launch import after_earlier, run_kernel
+from sdk.kernels.operators.batch import AttentionBatch, WorkShape
 
 SPLIT = tl.constexpr(scratch.SPLIT)
 MOST_QUERIES = tl.constexpr(scratch.MOST_QUERIES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.gpu.scratch import rows_rounded, runs
-from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Float8, Layout
 
 #: Bytes to which rows are padded, so that each begins where a load of 16 bytes may.
 ALIGNED = 16

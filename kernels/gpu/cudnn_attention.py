@@ -29,7 +29,7 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.attention import Attention, Step
 from sdk.kernels.gpu.scratch import ATTENTION_STEP, keys_at_once, padded_run, queries_at_once
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 
 TYPES = ("float16", "bfloat16")
 #: The widest head of cuDNN's attention on cards before 9.0; wider ones were not looked at.
@@ -37,7 +37,7 @@ MAX_HEAD_DIM = 128
 
 
 class CudnnAttention(Attention):
-    """See :meth:`sdk.kernels.ops.Ops.attention` and the module."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.attention` and the module."""
 
     def __init__(self, tuning: Tuning, *, fixed: bool = False) -> None:
         super().__init__(False, programs=tuning.programs, fixed=fixed)

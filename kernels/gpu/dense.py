@@ -23,8 +23,8 @@ from sdk.kernels.gpu.elementwise import gather
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
 from sdk.kernels.gpu.scratch import columns_at_once, runs
-from sdk.kernels.layouts import Dense, Layout
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.layouts import Dense, Layout
 
 #: Alignment in bytes of the weights of experts: 16 elements of 4 bytes.
 _ALIGNED = 64

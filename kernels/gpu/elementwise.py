@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_work import list_work
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.mlp_activations import ALWAYS_GATED, GATES, Activation
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.mlp_activations import ALWAYS_GATED, GATES, Activation
 
 ACTIVATIONS = get_args(Activation)
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4, "clamp": 5}
@@ -225,7 +225,7 @@ def places_kernel(
 
 
 class Activate:
-    """See :meth:`sdk.kernels.ops.Ops.gated_activation` and ``activation``."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gated_activation` and ``activation``."""
 
     def __init__(self, *, gated: bool) -> None:
         self._gated = gated
@@ -257,7 +257,7 @@ class Activate:
 
 
 class Gate:
-    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gate`."""
 
     name = "gpu.gate"
 
@@ -315,7 +315,7 @@ class Map:
 
 
 class SelectRows:
-    """See :meth:`sdk.kernels.ops.Ops.select_rows`; rows that do not exist become zeros."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.select_rows`; rows that do not exist become zeros."""
 
     name = "gpu.select_rows"
 
@@ -327,7 +327,7 @@ class SelectRows:
 
 
 class PlaceRows:
-    """See :meth:`sdk.kernels.ops.Ops.place_rows`; rows that do not exist are none."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.place_rows`; rows that do not exist are none."""
 
     name = "gpu.place_rows"
 
@@ -347,7 +347,7 @@ class PlaceRows:
 
 
 class TakeColumns:
-    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.take_columns`."""
 
     name = "gpu.take_columns"
 
@@ -382,7 +382,7 @@ def gather(
 
 
 class Places:
-    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.find_places`."""
 
     name = "gpu.find_places"
 

@@ -3,7 +3,7 @@
 The weights are not moved: a kernel gets the tensors of the first expert and, for each expert and
 tensor, the offset of the expert's own in elements. Which rows a program has it reads from a list
 that was made once for all products of a layer, ``Routes.tiles`` of
-:class:`sdk.kernels.routes.Routes`: only experts with rows have tiles.
+:class:`sdk.kernels.operators.routes.Routes`: only experts with rows have tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.routes import TILE_ROWS, Routes, most_tiles, tiles_at
+from sdk.kernels.operators.routes import TILE_ROWS, Routes, most_tiles, tiles_at
 
 #: Tensors of a packed weight that each expert has; all share the table of values.
 PARTS = (

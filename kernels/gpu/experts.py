@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.route_rule import GATES, RouteRule
-from sdk.kernels.routes import TILE_ROWS, Routes
+from sdk.kernels.operators.route_rule import GATES, RouteRule
+from sdk.kernels.operators.routes import TILE_ROWS, Routes
 
 _BLOCK = 1024
 #: Rows that are compared with each other to find their places: 128 x 128 take 128 registers of a
@@ -260,7 +260,7 @@ class _Accepting:
 
 
 class Route(_Accepting):
-    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.route`."""
 
     name = "gpu.route"
 
@@ -326,7 +326,7 @@ class GroupByExpert(_Accepting):
 
 
 class AddOwnersBias(_Accepting):
-    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.add_owners_bias`."""
 
     name = "gpu.add_owners_bias"
 
@@ -340,7 +340,7 @@ class AddOwnersBias(_Accepting):
 
 
 class Combine(_Accepting):
-    """See :meth:`sdk.kernels.moe.MoEOps.combine`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.combine`."""
 
     name = "gpu.combine"
 

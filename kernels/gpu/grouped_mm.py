@@ -26,8 +26,8 @@ from sdk.kernels.gpu.expert_tiles import Experts
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.gpu.scratch import grouped_rows, runs
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
-from sdk.kernels.layouts import Dense, Layout
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.layouts import Dense, Layout
 
 TYPES = ("bfloat16", "float16")
 #: Rows and columns of a weight must be a multiple of this: the library reads 16 bytes at a time.

@@ -26,9 +26,9 @@ from sdk.kernels.gpu.expert_tiles import Experts
 from sdk.kernels.gpu.linear import TritonLinear, activate_rows, before_activation
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import NOT_FASTER, type_of
-from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.operators.rounding import Rows
 from sdk.kernels.packages import install
-from sdk.kernels.rounding import Rows
+from sdk.kernels.weights.layouts import Affine, Layout
 
 BITS = (4, 8)
 #: Rows and columns of a weight must be a multiple of these for the package (its ``transform.py``).

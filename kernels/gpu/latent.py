@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attend import LOG2E, first_key, places_of
 from sdk.kernels.gpu.attention import convert_of, dot_type
@@ -36,9 +35,10 @@ from sdk.kernels.gpu.launch import (
 from sdk.kernels.gpu.page_codes import decoded, mixed, operand
 from sdk.kernels.gpu.pages import FLOAT, PageSide, key_side
 from sdk.kernels.gpu.rope import write_rows
-from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import QueryScale
 
 #: int4 packs halves of a key into bytes, which lie in both parts.
 _TYPES = tuple(name for name in KV_TYPES if name != "int4")
@@ -214,7 +214,7 @@ def join_kernel(
 
 
 class LatentAttention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`, over latent pages.
+    """See :meth:`sdk.kernels.operators.ops.Ops.attention`, over latent pages.
 
     ``programs``, ``fixed``: see :class:`sdk.kernels.gpu.attention.Attention`.
     """
@@ -420,7 +420,7 @@ def latent_rope_kernel(
 
 
 class LatentRopeAndCache:
-    """See :meth:`sdk.kernels.latent.LatentOps.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.latent.LatentOps.rope_and_cache`."""
 
     name = "gpu.latent_rope_and_cache"
 

@@ -43,9 +43,9 @@ from sdk.kernels.gpu.scratch import (
 )
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
-from sdk.kernels.rounding import Rounding, Rows
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.rounding import Rounding, Rows
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}

@@ -34,10 +34,17 @@ from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout, check_layout, inputs_of
+from sdk.kernels.operators.rounding import Rounded, Rounding, Rows
+from sdk.kernels.operators.routes import Routes
 from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.rounding import Rounded, Rounding, Rows
-from sdk.kernels.routes import Routes
+from sdk.kernels.weights.layouts import (
+    ActivationScheme,
+    Affine,
+    Float8,
+    Layout,
+    check_layout,
+    inputs_of,
+)
 
 #: Rows of one accumulator: those of twice as many do not fit registers beside promoted sums.
 _ROWS = 128

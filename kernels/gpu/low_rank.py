@@ -21,7 +21,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import INTERPRETED, after_earlier, expect_on_device, run_kernel
-from sdk.kernels.low_rank import Factors, Shape, Update
+from sdk.kernels.operators.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.low_rank import place_plain
 
 #: Rows and ranks of a tile: the least that matrix instructions take.
@@ -143,7 +143,7 @@ def low_rank_up_kernel(
 
 
 class LowRank:
-    """See :class:`sdk.kernels.low_rank.LowRankKernel`."""
+    """See :class:`sdk.kernels.operators.low_rank.LowRankKernel`."""
 
     name = "gpu.low_rank"
 
@@ -157,7 +157,7 @@ class LowRank:
 
 
 class GpuTable:
-    """See :class:`sdk.kernels.low_rank.Table`."""
+    """See :class:`sdk.kernels.operators.low_rank.Table`."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape

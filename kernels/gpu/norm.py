@@ -1,7 +1,7 @@
 """Norms, with and without the residual addition, and with the result as codes for a product of
 bytes: one pass over the rows.
 
-:class:`sdk.kernels.norm.Norm` says what is computed, in float32; must match ``reference/norm.py``
+:class:`sdk.kernels.operators.norm.Norm` says what is computed, in float32; must match ``reference/norm.py``
 to 1e-6 of the row's largest value before it is rounded to the type of ``out``. The residual is
 float32. A program owns whole rows, so a row's result does not depend on the others.
 """
@@ -20,9 +20,9 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.byte_rows import STEP
 from sdk.kernels.gpu.launch import TYPES, after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.product_bytes import codes_of_row, scale_of_row
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.norm import Norm
-from sdk.kernels.rounding import Rounded
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.rounding import Rounded
+from sdk.kernels.weights.layouts import ActivationScheme
 
 #: A row is kept in registers: 16384 floats are 64 for each of 256 threads.
 MAX_WIDTH = 16384
@@ -166,7 +166,7 @@ def _launch(
 
 
 class Normalize:
-    """See :meth:`sdk.kernels.ops.Ops.norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.norm`."""
 
     name = "gpu.norm"
     rounds = True
@@ -178,12 +178,12 @@ class Normalize:
         launch_norm(x, None, norm, out)
 
     def run_rounded(self, x: Tensor, norm: Norm, *given: Any) -> None:
-        """See :meth:`sdk.kernels.ops.Ops.add_norm_for` and :func:`launch_rounded`."""
+        """See :meth:`sdk.kernels.operators.ops.Ops.add_norm_for` and :func:`launch_rounded`."""
         launch_rounded(x, None, norm, *given)
 
 
 class AddNormalize:
-    """See :meth:`sdk.kernels.ops.Ops.add_norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.add_norm`."""
 
     name = "gpu.add_norm"
     rounds = True
@@ -195,7 +195,7 @@ class AddNormalize:
         launch_norm(x, _dense(residual), norm, out)
 
     def run_rounded(self, x: Tensor, residual: Tensor, norm: Norm, *given: Any) -> None:
-        """See :meth:`sdk.kernels.ops.Ops.add_norm_for` and :func:`launch_rounded`."""
+        """See :meth:`sdk.kernels.operators.ops.Ops.add_norm_for` and :func:`launch_rounded`."""
         launch_rounded(x, _dense(residual), norm, *given)
 
 

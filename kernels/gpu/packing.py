@@ -33,8 +33,8 @@ from sdk.kernels.gpu.block_bits import (
     take,
     take_typed,
 )
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Float8
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
+from sdk.kernels.weights.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Float8
 
 Packable = Affine | Blocks | Float8
 Planes = tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""How keys and values become codes in a page, and back: see ``kernels/kv_types.py``.
+"""How keys and values become codes in a page, and back: see ``kernels/kv/kv_types.py``.
 
 8-bit codes are read and written as bytes, in integer arithmetic: cards before compute capability
 8.9 have no instruction for e4m3, and AMD's gfx942 has another e4m3 in its own. Attention reads them

@@ -17,8 +17,8 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
+from sdk.kernels.kv.kv_types import KV_TYPES, KVType, scale_group
+from sdk.kernels.kv.pages import KVPages
 
 #: How kernels name the types: ``KVType.gpu_kind``.
 FLOAT, INT8, E4M3, E5M2, INT4 = (tl.constexpr(i) for i in range(5))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.norm import Norm
 
 _COLUMNS = 1024
 
@@ -82,7 +82,7 @@ def gated_norm_kernel(
 
 
 class Rates:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rates`."""
 
     name = "gpu.rates"
 
@@ -123,7 +123,7 @@ class Rates:
 
 
 class GatedNorm:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_norm`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_norm`."""
 
     name = "gpu.gated_norm"
 

@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.checks import expect
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _scale_of(scale: QueryScale, batch: AttentionBatch) -> tuple[Any, ...]:
 
 
 class RopeAndCache:
-    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.rope_and_cache`."""
 
     name = "gpu.rope_and_cache"
 

@@ -1,6 +1,6 @@
 """Samples one token per row of logits, without sorting and without waiting for the host.
 
-The definition is :mod:`sdk.kernels.sampling`, the reference ``reference/sampling.py``. Weights are
+The definition is :mod:`sdk.kernels.operators.sampling`, the reference ``reference/sampling.py``. Weights are
 float32 exponentials summed in float64, so tokens differ only if a draw or the mass of a truncation
 is within 1e-7 of a boundary.
 
@@ -33,8 +33,8 @@ from sdk.kernels.gpu.sampling_draw import sample_kernel
 from sdk.kernels.gpu.sampling_rows import peaks_kernel
 from sdk.kernels.gpu.sampling_shapes import shape_kernel
 from sdk.kernels.gpu.scratch import SAMPLER_BINS, SAMPLER_CHUNK, SAMPLER_ROOM
+from sdk.kernels.operators.sampling import Draws, SampleBuffers
 from sdk.kernels.packed_shapes import PackedShapes
-from sdk.kernels.sampling import Draws, SampleBuffers
 
 #: Candidates that a program processes at a time: most rows have fewer than 512, and then a pass
 #: takes 283 to 328 instructions, of 458 to 557 with 1024 (sm_90).
@@ -44,7 +44,7 @@ _ENTRIES = 1024
 
 
 class Sample:
-    """See :meth:`sdk.kernels.ops.Ops.sample`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.sample`."""
 
     name = "gpu.sample"
 
@@ -69,7 +69,7 @@ class Sample:
     def rows(
         self, logits: Tensor, draws: Tensor | None, shapes: PackedShapes | None = None
     ) -> Tensor:
-        """See :meth:`sdk.kernels.ops.Ops.sample_rows`; without ``draws`` the argmax."""
+        """See :meth:`sdk.kernels.operators.ops.Ops.sample_rows`; without ``draws`` the argmax."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         side = None if shapes is None else shapes.side

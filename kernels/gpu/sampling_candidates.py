@@ -28,7 +28,7 @@ from sdk.kernels.gpu.sampling_rows import (
     temperature_of,
     weights_of,
 )
-from sdk.kernels.sampling import FAR
+from sdk.kernels.operators.sampling import FAR
 
 _FAR = tl.constexpr(FAR)
 _INFINITE = tl.constexpr(float("inf"))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.launch import after_earlier
-from sdk.kernels.sampling import FAR
+from sdk.kernels.operators.sampling import FAR
 
 _FAR = tl.constexpr(FAR)
 _ALL = tl.constexpr(2**31 - 1)

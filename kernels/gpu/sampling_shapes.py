@@ -1,4 +1,4 @@
-"""Changes to logits before the draw: :class:`sdk.kernels.sampling.Shape`, packed."""
+"""Changes to logits before the draw: :class:`sdk.kernels.operators.sampling.Shape`, packed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton.language as tl
 
 from sdk.kernels.gpu.launch import after_earlier
 from sdk.kernels.gpu.sampling_rows import store_peak
+from sdk.kernels.operators.sampling import ChangeKind
 from sdk.kernels.packed_shapes import CHANGE, ENTRY, SLOT
-from sdk.kernels.sampling import ChangeKind
 
 _SLOT, _CHANGE, _ENTRY = tl.constexpr(SLOT), tl.constexpr(CHANGE), tl.constexpr(ENTRY)
 _ADD, _PENALIZE = tl.constexpr(int(ChangeKind.ADD)), tl.constexpr(int(ChangeKind.PENALIZE))

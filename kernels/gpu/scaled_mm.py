@@ -20,8 +20,8 @@ from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, runs
 from sdk.kernels.gpu.tuning import NOT_FASTER
-from sdk.kernels.layouts import ActivationScheme, Layout
-from sdk.kernels.rounding import Rounded, Rows
+from sdk.kernels.operators.rounding import Rounded, Rows
+from sdk.kernels.weights.layouts import ActivationScheme, Layout
 
 #: One scale for each token: what the library multiplies as it is.
 SCHEME = ActivationScheme("e4m3")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
-from sdk.kernels.batch import WorkShape
 from sdk.kernels.dataclass import dataclass
+from sdk.kernels.operators.batch import WorkShape
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.kernels.scratch import Matrix, Products
 

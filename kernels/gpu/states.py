@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.launch import after_earlier, expect_on_device, run_kernel
 from sdk.kernels.gpu.rates import GatedNorm, Rates
-from sdk.kernels.states import RwkvKeys, StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.states import RwkvKeys, StateBatch
 
 #: Tokens and channels of a program of a convolution.
 CONV_TOKENS, CONV_CHANNELS = 32, 256
@@ -306,7 +306,7 @@ def _index(batch: AttentionBatch, states: StateBatch) -> tuple[Tensor, ...]:
 
 
 class CausalConv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.causal_conv`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.causal_conv`."""
 
     name = "gpu.causal_conv"
 
@@ -360,7 +360,7 @@ class CausalConv:
 
 
 class GatedDelta:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_delta`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_delta`."""
 
     name = "gpu.gated_delta"
 
@@ -411,7 +411,7 @@ class GatedDelta:
 
 
 class Rwkv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`."""
 
     name = "gpu.rwkv"
 
@@ -461,7 +461,7 @@ class Rwkv:
 
 
 class StateSpace:
-    """See :meth:`sdk.kernels.state_ops.StateOps.ssd`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`."""
 
     name = "gpu.ssd"
 
@@ -511,7 +511,7 @@ class StateSpace:
 
 
 class SelectiveScan:
-    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.selective_scan`."""
 
     name = "gpu.selective_scan"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from sdk.kernels.offload import OnDisk
+from sdk.kernels.weights.offload import OnDisk
 
 #: 16-bit activations are read as float32, and rounded when they are written.
 ACTIVATIONS = ("float32", "bfloat16", "float16")

@@ -10,10 +10,10 @@ On a GPU in float64: the host may have let torch round float32 products there.
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.operators.batch import AttentionBatch
 from sdk.kernels.reference.page_codes import mixed, page_floats
 
 QUERY_TILE = 16
@@ -21,7 +21,7 @@ KEY_TILE = 64
 
 
 class Attention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.attention`."""
 
     name = "reference.attention"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 
 def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:

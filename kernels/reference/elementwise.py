@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.operators.batch import AttentionBatch
 
 MAPS = ("zeros", "add", "add_bias", "scale", "softcap", "clamp")
 
@@ -35,7 +35,7 @@ class Map:
 
 
 class SelectRows:
-    """See :meth:`sdk.kernels.ops.Ops.select_rows`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.select_rows`."""
 
     name = "reference.select_rows"
 
@@ -47,7 +47,7 @@ class SelectRows:
 
 
 class PlaceRows:
-    """See :meth:`sdk.kernels.ops.Ops.place_rows`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.place_rows`."""
 
     name = "reference.place_rows"
 
@@ -61,7 +61,7 @@ class PlaceRows:
 
 
 class TakeColumns:
-    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.take_columns`."""
 
     name = "reference.take_columns"
 
@@ -76,7 +76,7 @@ class TakeColumns:
 
 
 class Places:
-    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.find_places`."""
 
     name = "reference.find_places"
 

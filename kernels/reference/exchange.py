@@ -8,7 +8,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 
 
 class AllReduce:
-    """See :meth:`sdk.kernels.ops.Ops.all_reduce`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.all_reduce`."""
 
     name = "reference.all_reduce"
 
@@ -20,7 +20,7 @@ class AllReduce:
 
 
 class AllGather:
-    """See :meth:`sdk.kernels.ops.Ops.all_gather`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.all_gather`."""
 
     name = "reference.all_gather"
 
@@ -42,7 +42,7 @@ def gather_columns(group: CollectiveGroup, width: int, x: Tensor, out: Tensor) -
 
 
 class Send:
-    """See :meth:`sdk.kernels.ops.Ops.send`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.send`."""
 
     name = "reference.send"
 
@@ -54,7 +54,7 @@ class Send:
 
 
 class Receive:
-    """See :meth:`sdk.kernels.ops.Ops.receive`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.receive`."""
 
     name = "reference.receive"
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
-from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import ActivationScheme
 
 #: Groups that are smaller than this count as zero: their scales would not be normal numbers.
 LEAST = 1e-30

@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.operators.routes import Routes
 from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
 from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.routes import Routes
+from sdk.kernels.weights.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 
 ROW_TILE = 16
 #: Output rows dequantized at a time: limits scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).

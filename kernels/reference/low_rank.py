@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.low_rank import Factors, Shape, Update
+from sdk.kernels.operators.low_rank import Factors, Shape, Update
 from sdk.kernels.reference.linear import multiply
 
 
 class LowRank:
-    """See :class:`sdk.kernels.low_rank.LowRankKernel`."""
+    """See :class:`sdk.kernels.operators.low_rank.LowRankKernel`."""
 
     name = "reference.low_rank"
 
@@ -21,7 +21,7 @@ class LowRank:
 
 
 class ReferenceTable:
-    """See :class:`sdk.kernels.low_rank.Table`."""
+    """See :class:`sdk.kernels.operators.low_rank.Table`."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self._shape = shape

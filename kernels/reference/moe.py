@@ -1,16 +1,16 @@
-"""Mixture-of-experts operators in plain torch; :mod:`sdk.kernels.moe` defines them."""
+"""Mixture-of-experts operators in plain torch; :mod:`sdk.kernels.operators.moe` defines them."""
 
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.groups import CollectiveGroup
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.route_rule import RouteRule
-from sdk.kernels.routes import TILE_ROWS, RankTokens, Routes, tiles_at
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.kernels.operators.routes import TILE_ROWS, RankTokens, Routes, tiles_at
 
 
 class Route:
-    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.route`."""
 
     name = "reference.route"
 
@@ -167,7 +167,7 @@ def _write_counts(counts: Tensor, routes: Routes) -> None:
 
 
 class AddOwnersBias:
-    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.add_owners_bias`."""
 
     name = "reference.add_owners_bias"
 
@@ -180,7 +180,7 @@ class AddOwnersBias:
 
 
 class Combine:
-    """See :meth:`sdk.kernels.moe.MoEOps.combine`; adds in the order of rank."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.combine`; adds in the order of rank."""
 
     name = "reference.combine"
 
@@ -257,7 +257,7 @@ def combine_ranks(
 
 
 class GatherRanks:
-    """See :meth:`sdk.kernels.moe.MoEOps.gather`."""
+    """See :meth:`sdk.kernels.operators.moe.MoEOps.gather`."""
 
     name = "reference.gather_ranks"
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import ALWAYS_GATED
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.mlp_activations import ALWAYS_GATED
+from sdk.kernels.operators.norm import Norm
 
 
 class Normalize:
-    """See :meth:`sdk.kernels.ops.Ops.norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.norm`."""
 
     name = "reference.norm"
     rounds = False
@@ -31,7 +31,7 @@ class Normalize:
 
 
 class AddNormalize:
-    """See :meth:`sdk.kernels.ops.Ops.add_norm`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.add_norm`."""
 
     name = "reference.add_norm"
     rounds = False
@@ -45,7 +45,7 @@ class AddNormalize:
 
 
 class Gate:
-    """See :meth:`sdk.kernels.ops.Ops.gate`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gate`."""
 
     name = "reference.gate"
 
@@ -65,7 +65,7 @@ class Gate:
 
 
 class GatedActivation:
-    """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.gated_activation`."""
 
     name = "reference.gated_activation"
 
@@ -91,7 +91,7 @@ class GatedActivation:
 
 
 class Activation:
-    """See :meth:`sdk.kernels.ops.Ops.activation`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.activation`."""
 
     name = "reference.activation"
 
@@ -112,7 +112,7 @@ class Activation:
 
 
 def activate(x: Tensor, kind: str, numbers: Sequence[float]) -> Tensor:
-    """One of :data:`sdk.kernels.mlp_activations.Activation` that takes one input."""
+    """One of :data:`sdk.kernels.operators.mlp_activations.Activation` that takes one input."""
     match kind:
         case "silu":
             return torch.nn.functional.silu(x)

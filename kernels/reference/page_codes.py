@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import HALF_MAX, KVType
+from sdk.kernels.kv.kv_types import HALF_MAX, KVType
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.reference.page_codes import page_floats
 
 
 class RecodePage:
-    """See :func:`sdk.kernels.page_recoder.page_recoder`."""
+    """See :func:`sdk.kernels.kv.recoder.page_recoder`."""
 
     name = "reference.recode_page"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
+from sdk.kernels.operators.norm import Norm
 from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.page_codes import encode, mixed
 
@@ -38,7 +38,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None, after: bool)
 
 
 class RopeAndCache:
-    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.rope_and_cache`."""
 
     name = "reference.rope_and_cache"
 
@@ -83,7 +83,7 @@ class RopeAndCache:
 
 
 class LatentRopeAndCache:
-    """See :meth:`sdk.kernels.latent.LatentOps.rope_and_cache`."""
+    """See :meth:`sdk.kernels.operators.latent.LatentOps.rope_and_cache`."""
 
     name = "reference.latent_rope_and_cache"
 

@@ -1,6 +1,6 @@
 """From logits to one token per row, all rows together, on any device: the definition.
 
-:mod:`sdk.kernels.sampling` has the steps and their order. No operation mixes rows. Weights are
+:mod:`sdk.kernels.operators.sampling` has the steps and their order. No operation mixes rows. Weights are
 float64 here, so that the sums a truncation or the draw compares are as good as exact.
 """
 
@@ -12,7 +12,15 @@ import numpy as np
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.sampling import FAR, Change, ChangeKind, Draws, Mask, SampleBuffers, Shape
+from sdk.kernels.operators.sampling import (
+    FAR,
+    Change,
+    ChangeKind,
+    Draws,
+    Mask,
+    SampleBuffers,
+    Shape,
+)
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].
 _ROWS = 64
@@ -20,7 +28,7 @@ _DROPPED = float("inf")
 
 
 class Sample:
-    """See :meth:`sdk.kernels.ops.Ops.sample`."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.sample`."""
 
     name = "reference.sample"
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
-from sdk.kernels.states import RwkvKeys, StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.states import RwkvKeys, StateBatch
 
 
 class CausalConv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.causal_conv`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.causal_conv`."""
 
     name = "reference.causal_conv"
 
@@ -52,7 +52,7 @@ class CausalConv:
 
 
 class GatedDelta:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_delta`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_delta`."""
 
     name = "reference.gated_delta"
 
@@ -93,7 +93,7 @@ def _unit(x: Tensor, eps: float | None) -> Tensor:
 
 
 class Rwkv:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rwkv`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`."""
 
     name = "reference.rwkv"
 
@@ -132,7 +132,7 @@ class Rwkv:
 
 
 class StateSpace:
-    """See :meth:`sdk.kernels.state_ops.StateOps.ssd`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`."""
 
     name = "reference.ssd"
 
@@ -166,7 +166,7 @@ class StateSpace:
 
 
 class SelectiveScan:
-    """See :meth:`sdk.kernels.state_ops.StateOps.selective_scan`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.selective_scan`."""
 
     name = "reference.selective_scan"
 
@@ -197,7 +197,7 @@ class SelectiveScan:
 
 
 class Rates:
-    """See :meth:`sdk.kernels.state_ops.StateOps.rates`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rates`."""
 
     name = "reference.rates"
 
@@ -225,7 +225,7 @@ class Rates:
 
 
 class GatedNorm:
-    """See :meth:`sdk.kernels.state_ops.StateOps.gated_norm`."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.gated_norm`."""
 
     name = "reference.gated_norm"
 

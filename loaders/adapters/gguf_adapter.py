@@ -4,7 +4,7 @@
 the rank is the scale (without one it is 1). A matrix ``blk.0.attn_q.weight`` has ``….lora_a``
 ``[r, in]`` and ``….lora_b`` ``[out, r]``; for ``token_embd.weight`` they are ``[vocab, r]`` and
 ``[hidden, r]``. Rows of q and k are interleaved where those of the model's GGUF files are, see
-:mod:`sdk.loaders.gguf_checkpoint`.
+:mod:`sdk.loaders.gguf_files.checkpoint`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sdk.loaders.adapters.adapter_file import (
     check_shapes,
     low_rank,
 )
-from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import gguf_name
-from sdk.loaders.gguf_reader import GgufFile, read_gguf
+from sdk.loaders.gguf_files.header import GgufTensor
+from sdk.loaders.gguf_files.names import gguf_name
+from sdk.loaders.gguf_files.reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import interleaved_heads
 from sdk.models.architecture import GgufRules, architecture, gguf_rules
 from sdk.quant.adapter import LowRank

@@ -10,7 +10,7 @@ from sdk.loaders.adapters.adapter_file import AdapterFile
 from sdk.loaders.adapters.gguf_adapter import open_gguf_adapter
 from sdk.loaders.adapters.peft_folder import PICKLE, WEIGHTS, open_peft_folder
 from sdk.loaders.adapters.token_types import EMBEDDING, TYPES, in_the_embedding, with_one_type
-from sdk.loaders.hub import HubAccess, HubModel, check_no_url, download, parse_hub_id
+from sdk.loaders.hub.hub import HubAccess, HubModel, check_no_url, download, parse_hub_id
 from sdk.loaders.open import existing_path
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
 from sdk.quant.errors import CheckpointError, UnsupportedError

@@ -24,12 +24,12 @@ from sdk.loaders.adapters.adapter_file import (
     low_rank,
 )
 from sdk.loaders.adapters.peft_config import PeftConfig, read_peft_config
-from sdk.loaders.expert_names import spelled_as_ours
-from sdk.loaders.folder_file import folder_file, weight_file
+from sdk.loaders.folders.expert_names import spelled_as_ours
+from sdk.loaders.folders.folder_file import folder_file, weight_file
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles, StoredTensor
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
 from sdk.loaders.qkv_rows import stored_rows
-from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
-from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import architecture
 from sdk.quant.adapter import LowRank
 from sdk.quant.errors import CheckpointError, UnsupportedError

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats.scales import number
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError

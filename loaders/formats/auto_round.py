@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.kernels.layouts import Affine
+from sdk.kernels.weights.layouts import Affine
 from sdk.loaders.formats import awq, gptq
 from sdk.loaders.formats.quantized import unsupported
 from sdk.loaders.formats.stored_layer import StoredLayer

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sdk.kernels.layouts import ActivationScheme, Affine
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.weights.layouts import ActivationScheme, Affine
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.bit_streams import packed_matrix
 from sdk.loaders.formats.stored_layer import StoredLayer

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import Affine, Dense, Layout
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
+from sdk.kernels.weights.layouts import Affine, Dense, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.scales import floats, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from sdk.kernels.layouts import Affine, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Affine, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig, activation_config, with_activations
 from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sdk.kernels.layouts import ActivationScheme, Float8
+from sdk.kernels.weights.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import positive
 from sdk.loaders.formats.scales import FLOAT8, float8, matrix

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sdk.kernels.layouts import E2M1, Affine
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import E2M1, Affine
 from sdk.loaders.formats.scales import exponents
 from sdk.loaders.formats.stored_layer import StoredLayer
 

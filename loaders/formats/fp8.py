@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sdk.kernels.layouts import ActivationScheme, Float8
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.weights.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.scales import FLOAT8, check_finite, factors, float8, matrix

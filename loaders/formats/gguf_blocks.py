@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.weights.layouts import Dense, Layout
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, GgufType
 from sdk.loaders.formats.stored_layer import StoredLayer

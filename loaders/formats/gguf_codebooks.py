@@ -3,7 +3,7 @@
 An index of 8 to 11 bits selects four or eight values from a codebook; signs, or a common shift, are
 stored separately. A kernel cannot look that up as fast as it multiplies, so each value gets its own
 code when the file is loaded. Nothing is rounded: a type has at most 16 different values per scale,
-so codes index a table (`sdk.kernels.layouts.Affine`), and both levels of scales are kept.
+so codes index a table (`sdk.kernels.weights.layouts.Affine`), and both levels of scales are kept.
 
 ============  ======  =========  ==================================  =====================
 type          in file in memory  values (times d * (2 s + 1))        s for
@@ -31,8 +31,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import torch
+from sdk.kernels.weights.layouts import Affine
 
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]

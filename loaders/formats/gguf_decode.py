@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
 from sdk.loaders.formats import gguf_codebooks, gguf_repack
 from sdk.loaders.formats.gguf_types import GgufType
 from sdk.quant.errors import CheckpointError

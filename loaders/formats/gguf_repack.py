@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import E2M1, ActivationScheme, Affine
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import E2M1, ActivationScheme, Affine
 
 _Bytes = NDArray[np.uint8]
 

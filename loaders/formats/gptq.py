@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Affine
 from sdk.loaders.formats.bit_streams import (
     all_finite,
     in_order,

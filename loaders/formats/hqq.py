@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from sdk.kernels.layouts import Affine, Dense, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Affine, Dense, Layout
 from sdk.loaders.formats.bit_streams import Bytes, all_finite, packed_matrix
 from sdk.loaders.formats.scales import FLOATS, floats
 from sdk.loaders.formats.stored_layer import StoredLayer

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Affine
 from sdk.loaders.formats.bit_streams import packed_matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 

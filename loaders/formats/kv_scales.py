@@ -10,8 +10,8 @@ import logging
 import math
 from collections.abc import Mapping
 
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.loaders.formats.scales import FLOATS
-from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 
 logger = logging.getLogger("sdk")
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sdk.kernels.layouts import ActivationScheme, Layout
+from sdk.kernels.weights.layouts import ActivationScheme, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import positive
 from sdk.loaders.formats.float4 import MXFP4_GROUP, NVFP4_GROUP, nvfp4

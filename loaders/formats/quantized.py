@@ -14,10 +14,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
-from sdk.kernels.layouts import Layout
+from sdk.kernels.weights.layouts import Layout
+from sdk.loaders.folders.safetensors_reader import StoredTensor
 from sdk.loaders.formats.qweight import order_of
 from sdk.loaders.formats.stored_layer import Format, StoredLayer
-from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted

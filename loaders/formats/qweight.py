@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sdk.loaders.folders.safetensors_reader import StoredTensor
 from sdk.loaders.formats.stored_layer import StoredLayer
-from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.errors import CheckpointError
 
 SCALE_TYPES = ("F16", "BF16", "F32")

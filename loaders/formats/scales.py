@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sdk.kernels.layouts import Float8
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Float8
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.stored_layer import StoredLayer
 

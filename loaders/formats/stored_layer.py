@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from sdk.kernels.layouts import Layout
 from sdk.kernels.lazy_torch import Tensor
-from sdk.loaders.safetensors_reader import StoredTensor
+from sdk.kernels.weights.layouts import Layout
+from sdk.loaders.folders.safetensors_reader import StoredTensor
 from sdk.quant.errors import CheckpointError
 from sdk.quant.permuted import Permuted
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats import scales
 from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.bit_streams import all_finite

@@ -24,7 +24,7 @@ from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import FimTokens, ImageTexts
 
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
-    from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
+    from sdk.loaders.templates.chat_template import ChatTemplate, ControlTextGuard
 
 _MAX_TEMPLATES = 8  # compiled ones kept per tokenizer: the model's and a few of callers
 
@@ -209,7 +209,7 @@ class TextTokenizer(ABC):
         image_texts: ImageTexts | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        from sdk.loaders.chat_template import check_conversation
+        from sdk.loaders.templates.chat_template import check_conversation
 
         check_conversation(messages, tools, kwargs, images=image_texts is not None)
         guard = self._guard(self._made_guard)
@@ -235,13 +235,13 @@ class TextTokenizer(ABC):
         return self._encode_rendered(text, breaker, stop_after)
 
     def _made_guard(self) -> ControlTextGuard:
-        from sdk.loaders.chat_template import ControlTextGuard
+        from sdk.loaders.templates.chat_template import ControlTextGuard
 
         spellings = map(self.id_to_token, sorted(self.special_ids))
         return ControlTextGuard(text for text in spellings if text)
 
     def _compiled(self, source: str) -> ChatTemplate:
-        from sdk.loaders.chat_template import ChatTemplate
+        from sdk.loaders.templates.chat_template import ChatTemplate
 
         template = self._templates.get(source)
         if template is None:
@@ -256,7 +256,7 @@ class TextTokenizer(ABC):
 
     def template_source(self, chosen: str | None, tools: object = None) -> str:
         """The source of the template to use: the caller's, a named one, or the default one."""
-        from sdk.loaders.chat_template import TemplateError
+        from sdk.loaders.templates.chat_template import TemplateError
 
         named = self._facts.chat_templates
         if chosen is not None:
@@ -281,7 +281,7 @@ def _with_images(text: str, images: ImageTexts) -> str:
 
     :raises TemplateError: there are more or fewer places than images.
     """
-    from sdk.loaders.chat_template import TemplateError
+    from sdk.loaders.templates.chat_template import TemplateError
 
     pieces = text.split(images.placeholder)
     if len(pieces) - 1 != len(images.expanded):

@@ -15,7 +15,7 @@ from typing import Any
 
 from sdk.kernels.lazy_torch import import_torch
 from sdk.kernels.packages import missing, package
-from sdk.loaders.folder_file import folder_file
+from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.tokenizer.base import TokenizerFacts

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.loaders.folder_file import folder_file
+from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.metadata import Metadata
 from sdk.loaders.tokenizer.vocab import NORMAL, Vocabulary

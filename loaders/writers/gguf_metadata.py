@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.loaders.gguf_keys import eps_key
-from sdk.loaders.gguf_rope import yarn_attention
+from sdk.loaders.gguf_files.keys import eps_key
+from sdk.loaders.gguf_files.rope import yarn_attention
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
-from sdk.models.expert_config import NAMES, shared_width
+from sdk.models.configs.experts import NAMES, shared_width
 from sdk.quant.errors import UnsupportedError
 
 _REQUIRED = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sdk.loaders.folder_file import folder_file
+from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.tokenizer.json_parts import MAX_TOKENIZER_BYTES
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS

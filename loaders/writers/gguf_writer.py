@@ -1,6 +1,6 @@
 """Writes a quantized model as a GGUF file: Hugging Face's names and values become llama.cpp's.
 
-This is the inverse of :mod:`sdk.loaders.gguf_checkpoint`: rows of q and k are interleaved where the
+This is the inverse of :mod:`sdk.loaders.gguf_files.checkpoint`: rows of q and k are interleaved where the
 architecture says so (whole rows, so after packing), norms stored minus 1 get 1 added, and the
 experts of a layer, which arrive one by one, become one tensor.
 """
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Blocks, Dense, Layout
-from sdk.loaders.gguf_checkpoint import GgufCheckpoint
-from sdk.loaders.gguf_names import LAYER_OF, expert_of, gguf_name
+from sdk.kernels.weights.layouts import Blocks, Dense, Layout
+from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
+from sdk.loaders.gguf_files.names import LAYER_OF, expert_of, gguf_name
 from sdk.loaders.qkv_rows import our_delta_rows
 from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
 from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense, Layout
-from sdk.loaders.expert_names import first_spelling
-from sdk.loaders.folder_file import folder_file
-from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder
+from sdk.kernels.weights.layouts import Dense, Layout
+from sdk.loaders.folders.expert_names import first_spelling
+from sdk.loaders.folders.folder_file import folder_file
+from sdk.loaders.folders.hf_folder import MAX_CONFIG, HfFolder
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.qkv_rows import our_rows
-from sdk.loaders.tensor_names import TensorNames
 from sdk.loaders.writers import integer_layers
 from sdk.loaders.writers.parts import join_parts
 from sdk.models.architecture import architecture

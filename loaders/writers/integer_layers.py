@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, Float8, Layout
+from sdk.kernels.weights.layouts import Affine, Float8, Layout
 from sdk.loaders.formats.bit_streams import packed_matrix, unpacked
 from sdk.quant.errors import QuantizationError
 from sdk.quant.permuted import Permuted

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sdk.loaders.safetensors_reader import SafetensorsFiles
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles
 from sdk.quant.errors import CheckpointError
 
 #: Bytes of one file of a folder, as in other writers.

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from sdk.loaders.adapters.peft_folder import PREFIX, WEIGHTS
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.other_kinds import ADAPTER_CONFIG
-from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import architecture
 from sdk.quant.errors import CheckpointError
 

@@ -20,7 +20,7 @@ from sdk.models.architecture import (
     OutputGate,
 )
 from sdk.models.architectures.glm4_moe import V3_ROUTE
-from sdk.models.config_fields import MAX_LAYERS, Fields
+from sdk.models.configs.fields import MAX_LAYERS, Fields
 
 
 def _sliding(fields: Fields, layers: int) -> list[bool]:

@@ -25,8 +25,8 @@ from sdk.models.architectures.rwkv7 import (
     read_sizes,
     spec_of,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.rwkv import RwkvSpec
+from sdk.models.configs.fields import Fields
+from sdk.models.mixers.rwkv import RwkvSpec
 
 
 def _recurrent(fields: Fields) -> RwkvSpec:

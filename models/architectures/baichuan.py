@@ -17,14 +17,14 @@ from sdk.models.architecture import (
     GgufRules,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.derived import every_head_has_keys
+from sdk.models.configs.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 _LAYERS_OF_13B = 40
 #: Rows of Baichuan 2's head.

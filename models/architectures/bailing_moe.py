@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     Biases,
@@ -18,7 +18,7 @@ from sdk.models.architecture import (
 )
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: The layers of DeepSeekMoE.
 LAYER = LayerRules(route=RouteRule("softmax", epsilon=1e-20))

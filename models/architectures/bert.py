@@ -21,12 +21,12 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: The norms of sums.
 NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")

@@ -17,11 +17,11 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.gpt2 import all_biases, no_rotation
-from sdk.models.derived import every_head_has_keys, four_times_wide
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.score_biases import Alibi
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: Tokens of the training's sequences, where a config does not say: attention has no limit.
 _CONTEXT = 2048

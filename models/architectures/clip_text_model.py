@@ -18,7 +18,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.bert import all_biases, derived, no_rotation
-from sdk.models.dual_rules import DualRules
+from sdk.models.configs.dual_rules import DualRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

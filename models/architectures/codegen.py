@@ -10,7 +10,7 @@ from typing import Any
 
 from sdk.models.architecture import TensorRules
 from sdk.models.architectures.gptj import ARCHITECTURE as GPTJ
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 
 _RANKS = 4
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, always
 from sdk.models.architectures.cohere import DEFAULTS, LAYER, read_gguf, write_gguf
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def _unrotated(fields: Fields, windows: Sequence[int | None]) -> list[bool]:

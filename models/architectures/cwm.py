@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sdk.models.architecture import Architecture, ConfigRules
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def all_but_first_of_four(fields: Fields, layers: int) -> list[bool]:

@@ -18,7 +18,7 @@ from sdk.models.architecture import (
     GgufRules,
     LayerCaches,
 )
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
 from sdk.models.architectures.deepseek_v3 import GGUF_KEYS, read_deepseek2
 from sdk.models.architectures.glm4_moe import V3_KEYS
-from sdk.models.latent_config import LATENT_KEYS, latent_of
+from sdk.models.configs.latent import LATENT_KEYS, latent_of
 from sdk.quant.errors import UnsupportedError
 
 _METHODS = ("greedy", "group_limited_greedy")

@@ -19,7 +19,7 @@ from sdk.models.architecture import (
     NextTokenRules,
 )
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
-from sdk.models.latent_config import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
+from sdk.models.configs.latent import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
 from sdk.quant.errors import UnsupportedError
 
 #: Metadata of files of this family, besides those of all.

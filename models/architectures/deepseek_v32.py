@@ -19,7 +19,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.deepseek_v3 import GGUF_KEYS, IGNORED
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
-from sdk.models.latent_config import LATENT_KEYS, latent_of, read_latent
+from sdk.models.configs.latent import LATENT_KEYS, latent_of, read_latent
 
 #: Metadata of files, of which the indexer alone has all but the number of tokens.
 INDEXER_KEYS = (

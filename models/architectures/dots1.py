@@ -10,7 +10,7 @@ from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.quant.errors import UnsupportedError
 
 

@@ -18,11 +18,11 @@ from sdk.models.architecture import (
     LayerRules,
 )
 from sdk.models.architectures.olmo2 import GGUF_TENSORS
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: llama.cpp gives a window to models of this many layers alone, whatever the file says.
 _SLIDING_LAYERS = 64

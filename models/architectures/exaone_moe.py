@@ -18,7 +18,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.exaone4 import unrotated
 from sdk.models.architectures.glm4_moe import V3_ROUTE
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

@@ -22,9 +22,9 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.derived import every_head_has_keys, four_times_wide
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.fields import Fields
+from sdk.models.configs.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from sdk.models.architectures.mamba2 import (
     read_sizes,
     spec_of,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.mamba2 import Factors, Mamba2Spec
+from sdk.models.configs.fields import Fields
+from sdk.models.mixers.mamba2 import Factors, Mamba2Spec
 from sdk.quant.errors import UnsupportedError
 
 #: What the input of attention is multiplied with also multiplies its scores, twice.

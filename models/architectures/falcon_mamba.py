@@ -10,8 +10,8 @@ from typing import Any
 
 from sdk.models.architecture import Architecture, GgufKeys
 from sdk.models.architectures.mamba import CONFIG, GGUF, LAYER, TENSORS, read_gguf, spec_of
-from sdk.models.config_fields import Fields
-from sdk.models.mamba import MambaSpec
+from sdk.models.configs.fields import Fields
+from sdk.models.mixers.mamba import MambaSpec
 
 
 def _recurrent(fields: Fields) -> MambaSpec:

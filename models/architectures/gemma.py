@@ -9,11 +9,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
-from sdk.models.config_fields import activation_named
+from sdk.models.configs.fields import activation_named
 
 if TYPE_CHECKING:
-    from sdk.kernels.mlp_activations import Activation
-    from sdk.models.config_fields import Fields
+    from sdk.kernels.operators.mlp_activations import Activation
+    from sdk.models.configs.fields import Fields
 
 
 def _activation(fields: Fields) -> Activation:

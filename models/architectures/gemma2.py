@@ -18,7 +18,7 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 #: The names of tensors in GGUF files, also of Gemma 3.
 GGUF_TENSORS = {

@@ -19,7 +19,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.gemma2 import GGUF_TENSORS, read_gguf_layers
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

@@ -23,9 +23,9 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.gemma2 import GGUF_TENSORS
 from sdk.models.architectures.gemma4_text import shared_with_earlier
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.sliding import all_but_every
-from sdk.models.stream_spec import StreamSpec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.configs.sliding import all_but_every
+from sdk.models.configs.stream_spec import StreamSpec
 from sdk.quant.caches import AttentionCache
 
 #: Of the MLPs of the first layers, if a config does not say it, and their number.

@@ -24,8 +24,8 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.gemma2 import GGUF_TENSORS
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.caches import AttentionCache
 
 _MAX_HEAD = 4096

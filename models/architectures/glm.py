@@ -12,7 +12,7 @@ from sdk.models.architecture import Architecture, Biases, ConfigRules, GgufRules
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def biases(fields: Fields) -> Biases:

@@ -5,7 +5,7 @@ Heads turn by half. Zeng et al., "GLM-4.5" (2025); transformers' modeling_glm4_m
 
 from __future__ import annotations
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     Biases,
@@ -14,7 +14,7 @@ from sdk.models.architecture import (
     LayerRules,
     NextTokenRules,
 )
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 
 #: The router of DeepSeek V3: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.1.2.
 V3_ROUTE = RouteRule("sigmoid", epsilon=1e-20)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sdk.models.architecture import Architecture, ConfigRules, LayerRules, NextTokenRules
 from sdk.models.architectures.deepseek_v3 import IGNORED
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE
-from sdk.models.latent_config import LATENT_KEYS, latent_of
+from sdk.models.configs.latent import LATENT_KEYS, latent_of
 
 ARCHITECTURE = Architecture(
     "glm4_moe_lite",

@@ -19,12 +19,12 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: Keys of a config, ours to GPT-2's; also of other models.
 KEYS = {

@@ -18,7 +18,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.gpt2 import KEYS, NAMES, all_biases, no_rotation
-from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
 
 
 def _derived(config: dict[str, Any]) -> None:

@@ -19,10 +19,10 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def _biases(fields: Fields) -> Biases:

@@ -16,7 +16,7 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

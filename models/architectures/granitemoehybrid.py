@@ -27,14 +27,14 @@ from sdk.models.architectures.mamba2 import (
     read_sizes,
     spec_of,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.expert_config import some_experts
+from sdk.models.configs.experts import some_experts
+from sdk.models.configs.fields import Fields
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sdk.models.mamba2 import Mamba2Spec
+    from sdk.models.mixers.mamba2 import Mamba2Spec
 
 _MAMBA, _ATTENTION = "linear_attention", "full_attention"
 _KINDS = {_MAMBA: RECURRENT, "mamba": RECURRENT, "attention": Blocks(), _ATTENTION: Blocks()}

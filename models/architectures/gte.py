@@ -20,13 +20,13 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.bert import IGNORED, NORMS
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def derived_rotary(theta: float) -> Callable[[dict[str, Any]], None]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules, TensorRules
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 
 
 def ntk_alpha(parameters: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:

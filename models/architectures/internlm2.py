@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sdk.models.architecture import Architecture, Biases, ConfigRules, TensorRules
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def biases(fields: Fields) -> Biases:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sdk.models.architecture import Architecture, Biases, ConfigRules
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def _biases(fields: Fields) -> Biases:

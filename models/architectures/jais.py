@@ -19,9 +19,9 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.gpt2 import KEYS, NAMES, all_biases, no_rotation
-from sdk.models.config_fields import Fields
-from sdk.models.derived import every_head_has_keys, four_times_wide
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.fields import Fields
+from sdk.models.configs.score_biases import Alibi
 
 #: Scores are divided by the width of a head, not by its root: two names in files.
 _BY_WIDTH = ("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d")

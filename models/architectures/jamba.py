@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     RECURRENT,
     Architecture,
@@ -28,8 +28,8 @@ from sdk.models.architectures.mamba import (
     read_sizes,
     spec_of,
 )
-from sdk.models.config_fields import MAX_EXPERTS, Fields
-from sdk.models.mamba import MambaSpec
+from sdk.models.configs.fields import MAX_EXPERTS, Fields
+from sdk.models.mixers.mamba import MambaSpec
 
 _MAMBA, _ATTENTION = "linear_attention", "full_attention"
 _KINDS = {_MAMBA: RECURRENT, _ATTENTION: Blocks()}

@@ -21,15 +21,15 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures import bert
-from sdk.models.config_fields import activation_named
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.fields import activation_named
+from sdk.models.configs.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sdk.kernels.mlp_activations import Activation
-    from sdk.models.config_fields import Fields
+    from sdk.kernels.operators.mlp_activations import Activation
+    from sdk.models.configs.fields import Fields
 
 #: What ``feed_forward_type`` says: the activation of the gate. Without gates it is another model.
 _ACTIVATIONS = {"geglu": "gelu", "reglu": "relu"}

@@ -17,7 +17,7 @@ from sdk.models.architecture import (
     OutputGate,
 )
 from sdk.models.architectures.glm4_moe import V3_ROUTE
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 
 PATTERN = "attention.sliding_window_pattern"
 

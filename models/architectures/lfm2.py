@@ -18,8 +18,8 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.short_conv import ShortConvSpec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.mixers.short_conv import ShortConvSpec
 
 #: What the width of MLPs follows from.
 _WIDTH_KEYS = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     Biases,

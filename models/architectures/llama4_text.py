@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.head_norms import QueryScale
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     ConfigRules,
@@ -21,7 +21,7 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_POSITION, Fields
+from sdk.models.configs.fields import MAX_POSITION, Fields
 
 _CHUNK, _EVERY = 8192, 4
 #: llama.cpp takes a model of this many experts for the one without norms of heads.

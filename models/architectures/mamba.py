@@ -20,8 +20,8 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.mamba2 import IGNORED as IGNORED_OF_BOTH, NAMES
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.mamba import MambaSpec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.mixers.mamba import MambaSpec
 
 #: Names of tensors of a mixer in folders, where it is called ``mixer``.
 MIXER_NAMES = {

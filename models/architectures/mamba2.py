@@ -20,8 +20,8 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.mamba2 import Mamba2Spec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.mixers.mamba2 import Mamba2Spec
 
 #: Names of tensors of a mixer, and of what is around the layers, in folders.
 MIXER_NAMES = {

@@ -21,7 +21,7 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.glm4_moe import V3_KEYS, V3_ROUTE, biases
 from sdk.models.architectures.laguna import PATTERN, two_rotations
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import UnsupportedError
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
 from sdk.models.architectures.minicpm import FACTORS, derived
-from sdk.models.latent_config import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
+from sdk.models.configs.latent import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
-    from sdk.models.latent_spec import LatentSpec
+    from sdk.models.configs.fields import Fields
+    from sdk.models.configs.latent_spec import LatentSpec
 
 #: The factors of the only model, which files do not state and llama.cpp has in its code.
 _FACTORS = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}

@@ -5,7 +5,7 @@ Half of each head turns. transformers' modeling_minimax_m2.py.
 
 from __future__ import annotations
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     Biases,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 ARCHITECTURE = Architecture(
     "ministral",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.head_norms import QueryScale
+from sdk.kernels.operators.head_norms import QueryScale
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.config_fields import MAX_POSITION
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.fields import MAX_POSITION
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 _SCALE, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 

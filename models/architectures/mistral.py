@@ -6,7 +6,7 @@ GGUF files of it call themselves ``llama``; the window tells them apart.
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _slides_without_experts(keys: GgufKeys) -> bool:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
 from sdk.models.architectures.deepseek_v3 import GGUF_KEYS, IGNORED
 from sdk.models.architectures.glm4_moe import V3_KEYS
 from sdk.models.architectures.ministral3 import query_scale
-from sdk.models.latent_config import LATENT_KEYS, latent_of, read_latent, without_share
+from sdk.models.configs.latent import LATENT_KEYS, latent_of, read_latent, without_share
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

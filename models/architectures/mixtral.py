@@ -6,7 +6,7 @@ GGUF files of it call themselves ``llama``; the experts tell them apart.
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules, TensorRules
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 ARCHITECTURE = Architecture(
     "mixtral",

@@ -21,7 +21,7 @@ from sdk.models.architecture import (
     Norms,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 from sdk.quant.errors import UnsupportedError
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"

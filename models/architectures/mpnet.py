@@ -10,7 +10,7 @@ from typing import Any
 
 from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures import bert, roberta
-from sdk.models.score_biases import DistanceBuckets
+from sdk.models.configs.score_biases import DistanceBuckets
 
 
 def _derived(config: dict[str, Any]) -> None:

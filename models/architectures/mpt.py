@@ -20,11 +20,11 @@ from sdk.models.architecture import (
 )
 from sdk.models.architectures.bloom import alibi
 from sdk.models.architectures.gpt2 import no_rotation
-from sdk.models.derived import every_head_has_keys, four_times_wide
+from sdk.models.configs.derived import every_head_has_keys, four_times_wide
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: What ``attn_config`` may say: the only value that is computed.
 _ATTENTION = {

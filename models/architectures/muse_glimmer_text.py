@@ -24,7 +24,7 @@ from sdk.models.architectures.gemma2 import GGUF_TENSORS
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 _EVERY = 4
 

@@ -32,9 +32,9 @@ from sdk.models.architectures.mamba2 import (
     read_sizes,
     spec_of,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.expert_config import some_experts
-from sdk.models.mamba2 import Mamba2Spec
+from sdk.models.configs.experts import some_experts
+from sdk.models.configs.fields import Fields
+from sdk.models.mixers.mamba2 import Mamba2Spec
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 #: The letters of ``hybrid_override_pattern``, and older names of kinds.

@@ -19,7 +19,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.bert import GGUF_TENSORS, IGNORED, NORMS
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

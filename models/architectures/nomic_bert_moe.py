@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     LAYER_NORM,
     Architecture,
@@ -20,7 +20,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures import bert, nomic_bert
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

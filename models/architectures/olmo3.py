@@ -17,7 +17,7 @@ from sdk.models.architecture import (
     LayerRules,
 )
 from sdk.models.architectures.olmo2 import GGUF_TENSORS
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

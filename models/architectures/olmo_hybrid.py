@@ -20,8 +20,8 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures import qwen3_next
-from sdk.models.config_fields import Fields
-from sdk.models.gated_delta_net import GatedDeltaSpec
+from sdk.models.configs.fields import Fields
+from sdk.models.mixers.gated_delta_net import GatedDeltaSpec
 
 
 def _derived(config: dict[str, Any]) -> None:

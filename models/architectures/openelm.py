@@ -19,7 +19,7 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.quant.caches import AttentionCache
 
 _HEADS, _KV_HEADS = "num_attention_heads_per_layer", "num_key_value_heads_per_layer"

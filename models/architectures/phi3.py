@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     LAYER_NORM,
     Architecture,
@@ -19,8 +19,8 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import Fields
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.fields import Fields
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 

@@ -21,8 +21,8 @@ from sdk.models.architecture import (
     LayerRules,
 )
 from sdk.models.architectures.mamba import GGUF_KEYS, GGUF_TENSORS
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.mamba import MambaSpec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.mixers.mamba import MambaSpec
 
 _MAMBA, _ATTENTION = "linear_attention", "full_attention"
 _SIZES = ("mamba_num_heads", "mamba_head_dim", "mamba_d_state", "mamba_d_conv")

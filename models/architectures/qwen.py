@@ -17,7 +17,7 @@ from sdk.models.architecture import (
     GgufRules,
     TensorRules,
 )
-from sdk.models.derived import every_head_has_keys
+from sdk.models.configs.derived import every_head_has_keys
 
 
 def _derived(config: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdk.models.architecture import Architecture, Biases, ConfigRules, GgufRules
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 
 
 def upper_layers(fields: Fields, layers: int) -> list[bool]:

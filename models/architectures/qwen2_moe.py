@@ -16,7 +16,7 @@ from sdk.models.architecture import (
     GgufRules,
     LayerRules,
 )
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.quant.errors import UnsupportedError
 
 

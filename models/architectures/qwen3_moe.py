@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, LayerRules
-from sdk.models.config_fields import Fields
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.fields import Fields
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 

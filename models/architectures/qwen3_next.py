@@ -20,8 +20,8 @@ from sdk.models.architecture import (
     OutputGate,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_LAYERS, MAX_WIDTH, Fields
-from sdk.models.gated_delta_net import GatedDeltaSpec
+from sdk.models.configs.fields import MAX_LAYERS, MAX_WIDTH, Fields
+from sdk.models.mixers.gated_delta_net import GatedDeltaSpec
 
 #: Keys of delta nets, and of which layers have one.
 KEYS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules
 from sdk.models.architectures.gpt2 import no_rotation
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.score_biases import Alibi
 
 ARCHITECTURE = Architecture(
     "refact",

@@ -20,8 +20,8 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.config_fields import MAX_WIDTH, Fields
-from sdk.models.rwkv import RwkvSpec
+from sdk.models.configs.fields import MAX_WIDTH, Fields
+from sdk.models.mixers.rwkv import RwkvSpec
 
 #: The features of low rank: ours, the key of a config, that of a GGUF file; and what a config
 #: without the key means: a power of the hidden size and a factor, in steps of 32.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures.clip_text_model import LAYER, NAMES, text_rules
-from sdk.models.dual_rules import DualRules
+from sdk.models.configs.dual_rules import DualRules
 
 _DEFAULTS = {
     "vocab_size": 32000,

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules
-from sdk.models.config_fields import MAX_LAYERS
+from sdk.models.configs.fields import MAX_LAYERS
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 #: Every fourth layer, if the config does not say which; GGUF files never do.
 _INTERVAL = 4

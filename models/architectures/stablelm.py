@@ -20,7 +20,7 @@ from sdk.models.architecture import (
 )
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def _biases(fields: Fields) -> Biases:

@@ -19,11 +19,11 @@ from sdk.models.architecture import (
     LayerRules,
     TensorRules,
 )
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.models.config_fields import Fields
+    from sdk.models.configs.fields import Fields
 
 
 def _biases(fields: Fields) -> Biases:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.route_rule import RouteRule
+from sdk.kernels.operators.route_rule import RouteRule
 from sdk.models.architecture import (
     Architecture,
     ConfigRules,
@@ -23,7 +23,7 @@ from sdk.models.architecture import (
     TensorRules,
 )
 from sdk.models.architectures.laguna import PATTERN
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
 from sdk.models.architectures.deepseek_v3 import GGUF_KEYS, read_deepseek2
-from sdk.models.latent_config import LATENT_KEYS, latent_of
+from sdk.models.configs.latent import LATENT_KEYS, latent_of
 
 
 def _is_dense(keys: GgufKeys) -> bool:

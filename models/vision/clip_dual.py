@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sdk.models.config_fields import MAX_VOCAB, MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_VOCAB, MAX_WIDTH, Fields
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.mlp_activations import Activation
-from sdk.kernels.rounding import Rows
+from sdk.kernels.operators.mlp_activations import Activation
+from sdk.kernels.operators.rounding import Rows
 from sdk.models.projections import Projection
 from sdk.models.source import Source
 from sdk.quant.errors import CheckpointError

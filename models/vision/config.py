@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdk.kernels.dataclass import dataclass
-from sdk.models.config_fields import (
+from sdk.models.configs.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
     Fields,
@@ -17,7 +17,7 @@ from sdk.models.config_fields import (
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.operators.mlp_activations import Activation
 
 #: Of one side of a tile, in pixels. The largest that published models read have 4,096.
 MAX_SIDE = 1 << 16
@@ -35,7 +35,7 @@ Color = tuple[float, float, float]
 class EncoderSpec:
     """The layers of a tower. ``num_layers``: those that run, without the last ones where the text
     reads what comes out of an earlier one. ``activation_slope``: see
-    :class:`sdk.models.config.ModelConfig`. ``rotary_dim``: how many features of a head turn;
+    :class:`sdk.models.configs.config.ModelConfig`. ``rotary_dim``: how many features of a head turn;
     ``None``: positions are in what the layers read. ``attention_scale``: of scores."""
 
     model_type: str

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sdk.models.architecture import LayerRules
-from sdk.models.config_fields import Fields, without_null
+from sdk.models.configs.fields import Fields, without_null
 from sdk.quant.checkpoint import VISION_ROOT
 from sdk.quant.errors import UnsupportedError
 

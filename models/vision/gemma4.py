@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import NORMS_AROUND, LayerRules
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import RAW, VisionConfig, encoder_config, only
 from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import column_and_row, columns_then_rows

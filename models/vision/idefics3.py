@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import nearest_part

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
-from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
+from sdk.models.configs.fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
+from sdk.models.configs.fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import VisionConfig, encoder_config, square
 from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import smoothed

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sdk.models.config_fields import MAX_WIDTH, Fields, activation_named
+from sdk.models.configs.fields import MAX_WIDTH, Fields, activation_named
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.models.vision.config import VisionConfig, picture_sizes, square
 from sdk.models.vision.llava import FAMILY as LLAVA, read as read_llava
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sdk.models.config_fields import MAX_VOCAB, MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_VOCAB, MAX_WIDTH, Fields
 from sdk.models.vision.config import VisionConfig, only
 from sdk.models.vision.family import Family, VisionNames
 from sdk.models.vision.positions import learned

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.norm import Norm
 from sdk.models.vision.config import VisionConfig
 from sdk.models.vision.stored import stored
 
 if TYPE_CHECKING:
-    from sdk.kernels.mlp_activations import Activation
+    from sdk.kernels.operators.mlp_activations import Activation
     from sdk.models.source import Source
 
 PATH = "model.projector"

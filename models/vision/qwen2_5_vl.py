@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sdk.models.architecture import LayerRules
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.models.vision.config import VisionConfig, text_sections
 from sdk.models.vision.family import Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import rows_then_columns

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
-from sdk.models.config_fields import MAX_WIDTH, Fields
+from sdk.models.configs.fields import MAX_WIDTH, Fields
 from sdk.models.vision.config import (
     CLIP_MEAN,
     CLIP_STD,

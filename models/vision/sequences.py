@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
 
 #: Tokens of a page, and where sequences are short: windows of an image have 64 patches or fewer.
 #: Attention over 1,024 patches takes as long with pages of 64 as with larger ones, and 5 % longer

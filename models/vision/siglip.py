@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.models.architecture import LAYER_NORM, LayerRules
-from sdk.models.config_fields import Fields
+from sdk.models.configs.fields import Fields
 from sdk.models.vision.config import encoder_config, square_tiles
 
 if TYPE_CHECKING:

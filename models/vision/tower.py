@@ -13,11 +13,11 @@ import numpy as np
 
 from sdk.kernels.host.torch_import import one_mode
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.architecture import Architecture
-from sdk.models.attention import Step
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.decoder import Layer
+from sdk.models.mixers.attention import Step
 from sdk.models.parallel import Mesh
 from sdk.models.rope import RopeSpec
 from sdk.models.source import Source
@@ -40,7 +40,7 @@ from sdk.models.vision.stored import stored
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint
 
 if TYPE_CHECKING:
-    from sdk.kernels.norm import Norm
+    from sdk.kernels.operators.norm import Norm
     from sdk.models.parts import Tensors
     from sdk.models.vision.family import Projector
     from sdk.models.vision.positions import Array

@@ -11,8 +11,8 @@ matrix ``G`` of its inputs. That is the exact mean over the calibration text wit
 
 from __future__ import annotations
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Affine
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.methods.integers import (
     as_affine,

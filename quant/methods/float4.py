@@ -9,9 +9,9 @@ what files store, is exact.
 
 from __future__ import annotations
 
-from sdk.kernels.layouts import E2M1, Affine
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
+from sdk.kernels.weights.layouts import E2M1, Affine
 
 _MX_GROUP, _NV_GROUP = 32, 16
 _LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0

@@ -7,8 +7,8 @@ quantized activations have them quantized the same way, token by token, at run t
 
 from __future__ import annotations
 
-from sdk.kernels.layouts import Float8
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import Float8
 
 LARGEST = 448.0
 _BLOCK = 128

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Blocks
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.block_search import (
     Bytes,

@@ -9,7 +9,7 @@ experts only ``mxfp4_moe`` is supported: experts in MXFP4, everything else in Q8
 from __future__ import annotations
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.weights.layouts import BLOCK_TYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.gguf_blocks import (
     ONE_SCALE,

@@ -10,9 +10,9 @@ on the size of the weights.
 
 from __future__ import annotations
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
+from sdk.kernels.weights.layouts import Affine
 from sdk.quant.methods.integers import check_integers, fit_steps, group_of, grouped, stored_scale
 from sdk.quant.spec import QuantSpec
 

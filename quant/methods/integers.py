@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sdk.kernels.layouts import Affine
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
+from sdk.kernels.weights.layouts import Affine
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 

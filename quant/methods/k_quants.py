@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sdk.kernels.layouts import Blocks
 from sdk.kernels.lazy_torch import Tensor
+from sdk.kernels.weights.layouts import Blocks
 from sdk.quant.methods.block_search import (
     Bytes,
     Floats,

@@ -26,7 +26,7 @@ from sdk.api.scheduling_policy import (
 from sdk.api.sizes import cache_bytes, parse_bytes
 from sdk.api.speculative_config import SpeculativeConfig, speculative_config
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_tiers import KEPT_PAGES, TIER_PAGE_SIZE
+from sdk.kernels.kv.tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_tiers
 
@@ -416,7 +416,7 @@ class EngineConfig:
 
     @property
     def lockstep_engines(self) -> int:
-        """How many replicas run their steps together and share the experts (models/lockstep.py);
+        """How many replicas run their steps together and share the experts (models/experts/lockstep.py);
         1: each replica, or the only engine, runs alone."""
         spread = self.enable_expert_parallel and self.tensor_parallel_size == 1
         return self.data_parallel_size if spread else 1

@@ -157,7 +157,7 @@ def speculative_config(value: object) -> SpeculativeConfig | None:
             raise RequestError(f"{_OPTION}: unknown key {safe_repr(name)}; {hint}")
     value = dict(value)
     if "method" not in value and isinstance(model := value.get("model"), str | os.PathLike):
-        from sdk.loaders.head_folder import method_of_folder  # imports torch
+        from sdk.loaders.folders.head_folder import method_of_folder  # imports torch
 
         value["method"] = method_of_folder(os.fspath(model)) or "draft_model"  # as in vLLM
     if value.get("method") == "draft":

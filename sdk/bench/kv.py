@@ -10,7 +10,7 @@ from __future__ import annotations
 from sdk.bench.engines import OURS, Engines
 from sdk.bench.report import Result
 from sdk.bench.settings import Settings, make_load
-from sdk.kernels import kv_types
+from sdk.kernels.kv import kv_types
 from sdk.quant.spec import KVTypes
 
 _CODES = [kind.name for kind in kv_types.KV_TYPES.values() if kind.scale]

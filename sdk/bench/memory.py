@@ -120,7 +120,7 @@ def _recoding(settings: Settings) -> list[Result]:
     from sdk.api.params import SamplingParams
     from sdk.engine.plan import Move
     from sdk.evaluating.logits import opened
-    from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id
+    from sdk.kernels.kv.tiers import TIER_PAGE_SIZE, page_id
 
     config = engine_config(
         settings.model,

@@ -16,7 +16,7 @@ from sdk.api.errors import RequestError
 from sdk.api.machine import cache_folder
 from sdk.api.sizes import format_bytes
 from sdk.bench.real_shapes import RealShape, Tensor, digest
-from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.weights.layouts import BLOCK_TYPES
 
 if TYPE_CHECKING:
     import gguf

@@ -49,8 +49,8 @@ def measure_gemm(settings: Settings, engines: Engines) -> list[Result]:
     from sdk import __version__
     from sdk.kernels.cpu import simd_level
     from sdk.kernels.cpu.probe import int8_peak
-    from sdk.kernels.layouts import Affine
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
+    from sdk.kernels.weights.layouts import Affine
 
     draw = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (GEMM_OUT, GEMM_IN // 2), dtype=torch.uint8, generator=draw)

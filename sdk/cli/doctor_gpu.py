@@ -10,12 +10,12 @@ import torch
 from sdk.api.config import EngineConfig
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.errors import KernelError
-from sdk.kernels.known_answers import known
-from sdk.kernels.low_rank import Shape
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
-from sdk.kernels.route_rule import SOFTMAX
-from sdk.kernels.state_ops import RATES
+from sdk.kernels.known_answers.check import known
+from sdk.kernels.operators.low_rank import Shape
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.route_rule import SOFTMAX
+from sdk.kernels.operators.state_ops import RATES
 from sdk.loading.device import answers_folder, card_for
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec

@@ -15,7 +15,7 @@ from sdk.engine.rank.experts import (
     move_experts,
     shares_of,
 )
-from sdk.models.expert_placement import rebalanced
+from sdk.models.experts.placement import rebalanced
 
 
 class ExpertBalance:

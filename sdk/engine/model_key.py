@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdk.api.errors import CheckpointError
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.rope import inverse_frequencies
 
 _BLOCK = 4096

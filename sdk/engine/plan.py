@@ -153,7 +153,7 @@ class RequestStart(NamedTuple):
 class Swap(NamedTuple):
     """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``), which is the same for page and slot. With
+    Both ids contain the tier (``kernels/kv/tiers.py``), which is the same for page and slot. With
     window groups or states: a copy of a place of this ``region`` of the cache, in equal parts to
     several slots.
     """
@@ -167,7 +167,7 @@ class Swap(NamedTuple):
 class Move(NamedTuple):
     """A move of a page within the cache, to a lower tier or within its tier.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``).
+    Both ids contain the tier (``kernels/kv/tiers.py``).
     """
 
     source: int
@@ -177,7 +177,7 @@ class Move(NamedTuple):
 class Duplicate(NamedTuple):
     """A copy of a page into another one of its tier; both stay where they are.
 
-    Both ids contain the tier (``kernels/kv_tiers.py``). ``group``: a copy within the memory of this
+    Both ids contain the tier (``kernels/kv/tiers.py``). ``group``: a copy within the memory of this
     window group instead, from one place in it to another.
     """
 

@@ -21,7 +21,7 @@ from sdk.engine.job import Job
 from sdk.engine.plan import SequenceSpec
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
-from sdk.kernels.kv_tiers import TIER_PAGE_SIZE
+from sdk.kernels.kv.tiers import TIER_PAGE_SIZE
 from sdk.loading.load import Loaded
 from sdk.memory.resolve import model_config, open_model
 from sdk.text.token_sequences import Text, evaluation_text, token_sequences

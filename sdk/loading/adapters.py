@@ -14,7 +14,7 @@ from sdk.api.sizes import format_bytes
 from sdk.kernels.lazy_torch import torch
 from sdk.loaders.adapters.adapter_file import AdapterFile, MatrixShape
 from sdk.loaders.adapters.open import locate_adapter, open_adapter
-from sdk.loaders.hub import HubAccess
+from sdk.loaders.hub.hub import HubAccess
 from sdk.quant.adapter import Adapter, LowRank
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sdk.api.options import engine_config
 from sdk.api.sizes import format_bytes
 from sdk.api.speculative_config import SpeculativeConfig
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_tiers import KEPT_PAGES
+from sdk.kernels.kv.tiers import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory.expert_memory import why_all_stay
 from sdk.memory.plan import Alternative, MemoryPlan

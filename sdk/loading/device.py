@@ -3,7 +3,7 @@
 Machines without a card must not pay for the question, so it is asked in the order of what it costs:
 a driver (three looks at the file system), the options, the build of torch (one file is read), and
 only then torch itself. The model is then loaded on the card, where every operator that it uses is
-checked (``kernels/known_answers.py``). If anything is wrong, or runs on slow kernels, it is loaded
+checked (``kernels/known_answers/check.py``). If anything is wrong, or runs on slow kernels, it is loaded
 on the CPU instead, and the engine says why.
 """
 
@@ -107,7 +107,7 @@ def _unusable() -> str | None:
     import_torch()
     if (why := gpu.available("cuda")) is not None:
         return why
-    from sdk.kernels.known_answers import known
+    from sdk.kernels.known_answers.check import known
 
     card = torch.device("cuda", torch.cuda.current_device())
     for answer in known(answers_folder(), card).values():

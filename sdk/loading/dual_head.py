@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sdk.loaders.folder_file import folder_file
+from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
-from sdk.models.dual_rules import DualRules
+from sdk.models.configs.dual_rules import DualRules
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.embedding_head import (
     Contrast,

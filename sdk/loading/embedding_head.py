@@ -26,7 +26,7 @@ def embedding_head(checkpoint: Checkpoint, hidden_size: int) -> EmbeddingHead | 
         checkpoint = checkpoint.inner
     if checkpoint.format == "gguf":
         return _of_gguf(checkpoint, hidden_size)
-    from sdk.loaders.sentence_folder import sentence_head
+    from sdk.loaders.folders.sentence_folder import sentence_head
 
     try:
         own = architecture(checkpoint.config.get("model_type"))

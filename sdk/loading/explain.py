@@ -10,7 +10,7 @@ from sdk.loading.sampling_defaults import SamplingDefaults
 from sdk.memory.images import why_no_images
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import why_one_group
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 
 if TYPE_CHECKING:
     from sdk.engine.rank.runner import ModelRunner

@@ -66,7 +66,7 @@ from sdk.memory.resolve import (
 from sdk.memory.split import stage_layers
 from sdk.models.classifier import Classifier, classifier_of
 from sdk.models.classifier_heads import with_layers
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint, LoadedCheckpoint
 from sdk.quant.embedding_head import EmbeddingHead

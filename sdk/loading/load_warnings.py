@@ -14,13 +14,13 @@ from sdk.kernels.self_check import failures
 from sdk.loading.device import Device
 from sdk.loading.quant_report import LayerReport, quant_report
 from sdk.models.architecture import architecture
-from sdk.models.config_keys import unknown_keys
+from sdk.models.configs.keys import unknown_keys
 from sdk.models.leftovers import Leftovers
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
     from sdk.quant.tokenizer import Tokenizer
 
 logger = logging.getLogger("sdk")

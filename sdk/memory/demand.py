@@ -22,7 +22,7 @@ from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 if TYPE_CHECKING:
     from sdk.kernels.scratch import Scratch
     from sdk.memory.image_memory import ImageMemory
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were
 #: measured with 1 to 32 requests. In addition, bytes per vocabulary entry: the list is read once.
@@ -83,7 +83,7 @@ class MemoryDemand:
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
     ``on_cards``: each has a GPU. ``whole_experts``: these ranks have whole experts. ``lockstep``:
-    engines that share the experts (models/lockstep.py). ``hand_over_bytes``: for hand-overs between
+    engines that share the experts (models/experts/lockstep.py). ``hand_over_bytes``: for hand-overs between
     replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
     ``windows``: for each window group of the cache the window and the bytes of a frame, which
     ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence;

@@ -13,12 +13,12 @@ from sdk.api.errors import RequestError, SdkError, UnsupportedError
 from sdk.api.speculative_config import SpeculativeConfig
 from sdk.engine.rank.kv_cache import drafting_kv_spec
 from sdk.engine.scheduling.prompt_lookup import LOOKUP_BYTES
-from sdk.loaders.hub import HubAccess
+from sdk.loaders.hub.hub import HubAccess
 from sdk.memory.demand import MemoryDemand, draft_tokens
 from sdk.memory.drafting_heads import head_config, is_of_block, next_token_head
 from sdk.memory.resolve import model_config, open_model
 from sdk.memory.weights import end_bytes, weight_bytes
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.drafting_heads import HeadConfig
 from sdk.quant.caches import StateCache
 from sdk.quant.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ def opened_draft_model(
 
     :raises SdkError: they cannot be read. The message says that they are those that draft.
     """
-    from sdk.loaders.head_folder import method_of_folder
+    from sdk.loaders.folders.head_folder import method_of_folder
 
     own = _options(config, speculative)
     method = method_of_folder(own.model)
@@ -81,7 +81,7 @@ def opened_head(
 
     :raises SdkError: they cannot be read, or it was not trained for this model.
     """
-    from sdk.loaders.head_folder import open_head
+    from sdk.loaders.folders.head_folder import open_head
 
     own = _options(config, speculative)
     hub = HubAccess(None, config.local_files_only, config.download_dir)

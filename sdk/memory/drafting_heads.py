@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sdk.api.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.kernels.lazy_torch import torch
 from sdk.models.architecture import architecture, architectures
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.drafting_heads import LAYER, HeadConfig
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
-    from sdk.loaders.head_folder import HeadFolder
+    from sdk.loaders.folders.head_folder import HeadFolder
 
 #: Layers of the model whose inputs EAGLE-3 reads, unless its config names others. A model of fewer
 #: layers than this has not three different ones.

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from sdk.api.config import EngineConfig
 from sdk.api.memory_pool import MemoryPool
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.expert_slots import slot_bytes
+from sdk.kernels.weights.expert_slots import slot_bytes
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
 
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.

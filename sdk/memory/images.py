@@ -15,7 +15,7 @@ from sdk.engine.scheduling.tower_limits import (
 from sdk.memory import resolve
 from sdk.memory.image_memory import ImageMemory
 from sdk.memory.weights import held_bytes
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint
 
 #: The image cache takes this much, or one image of the largest size if that is more.

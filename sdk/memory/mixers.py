@@ -8,7 +8,7 @@ from sdk.models.architecture import architecture
 from sdk.quant.caches import AttentionCache
 
 if TYPE_CHECKING:
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
 
 
 def mixer_width(model: ModelConfig) -> int:

@@ -42,9 +42,9 @@ from sdk.memory.resolve import (
 from sdk.memory.shares import least_for_one
 from sdk.memory.split import NoRanks, largest_part, stage_layers, within_cards
 from sdk.memory.weights import adapter_bytes, end_bytes, matrix_formats, weight_bytes
-from sdk.models.activation_type import activation_type
-from sdk.models.config import ModelConfig
-from sdk.models.expert_placement import check_spread
+from sdk.models.configs.activation_type import activation_type
+from sdk.models.configs.config import ModelConfig
+from sdk.models.experts.placement import check_spread
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import KVSpec

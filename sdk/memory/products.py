@@ -11,14 +11,14 @@ from typing import Any
 
 from sdk.api.config import EngineConfig
 from sdk.kernels.backend import Backend, Problem
-from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.registry import choose, open_backends
 from sdk.kernels.scratch import Matrix, Products
+from sdk.kernels.weights.layouts import BLOCK_TYPES
 from sdk.memory.plan import KernelShare
 from sdk.memory.resolve import compute_of, device_of
 from sdk.memory.weights import held_bytes, numerics_of
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.source import ACCURATE
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import is_embedding_or_head, stays_float

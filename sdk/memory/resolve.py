@@ -18,7 +18,7 @@ from sdk.kernels.packages import check_installed
 from sdk.kernels.system import SYSTEM
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.caches import AttentionCache, StateCache, window_groups
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized

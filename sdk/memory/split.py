@@ -16,7 +16,7 @@ from sdk.kernels.lazy_torch import torch
 from sdk.memory.demand import WeightBytes
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.weights import costs
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.parallel import Mesh, split_layers
 from sdk.quant.checkpoint import Checkpoint
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.config import EngineConfig
-from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import facts_of
-from sdk.kernels.stored_rows import STORED_COLUMNS
+from sdk.kernels.weights.layouts import BLOCK_TYPES
+from sdk.kernels.weights.stored_rows import STORED_COLUMNS
 from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
 from sdk.memory.expert_memory import ExpertBytes
 from sdk.memory.resolve import compute_of, model_config
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.online import (
     EMBEDDINGS,
@@ -136,7 +136,7 @@ def end_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def held_bytes(entry: TensorEntry, device: str, layer_rows: int = 0) -> int:
     """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it.
-    ``layer_rows``: see :class:`sdk.models.config.ModelConfig`; such a table is in memory."""
+    ``layer_rows``: see :class:`sdk.models.configs.config.ModelConfig`; such a table is in memory."""
     if entry.held is not None:
         return entry.held
     if device == "cpu" and not layer_rows and stays_in_file(entry):
@@ -149,7 +149,7 @@ def held_bytes(entry: TensorEntry, device: str, layer_rows: int = 0) -> int:
 
 
 def _of_heads(entry: TensorEntry, model: ModelConfig) -> TensorEntry:
-    """The entry with its part that is transposed as float16: see models/latent_heads.py."""
+    """The entry with its part that is transposed as float16: see models/mixers/latent_heads.py."""
     spec = model.latent
     floats = entry.format in FLOATS and _held(entry) == entry.nbytes  # else quantized online
     if spec is None or floats or not _BOTH_OF_HEADS.search(entry.name):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sdk.models.architecture import architecture
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.methods.awq import clip_and_round, stretch

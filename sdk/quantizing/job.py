@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense, Layout
+from sdk.kernels.weights.layouts import Dense, Layout
 from sdk.models.leftovers import Leftovers
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint

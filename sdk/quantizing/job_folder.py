@@ -23,7 +23,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sdk.api.errors import CheckpointError, QuantizationError
-from sdk.loaders.safetensors_reader import SafetensorsFiles
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles
 from sdk.loaders.writers.parts import free_space, new_file, write_part
 
 logger = logging.getLogger("sdk")

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from sdk.api.errors import QuantizationError, UnsupportedError
 from sdk.engine.rank.kv_cache import KVCache, caches_of_layers, kv_spec
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
-from sdk.kernels.states import StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.states import StateBatch
+from sdk.kernels.weights.layouts import Dense
 from sdk.loaders.writers.parts import new_file
 from sdk.memory.drafting_heads import next_token_head
 from sdk.models.architecture import architecture
-from sdk.models.attention import Step
 from sdk.models.auto import model_type
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.decoder import Layer, layer_rules, positions_and_norm
 from sdk.models.drafting_heads import ModelEnds, build_head
 from sdk.models.layer_inputs import LayerInputs
+from sdk.models.mixers.attention import Step
+from sdk.models.mixers.rwkv import RwkvSpec
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
-from sdk.models.rwkv import RwkvSpec
 from sdk.models.source import Source
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint

@@ -30,7 +30,7 @@ from sdk.kernels.system import SYSTEM
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.hf_writer import copy_beside
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # loaded with a model
     from sdk.loading.quant_report import QuantReport
     from sdk.loading.sampling_defaults import SamplingDefaults
     from sdk.memory.plan import MemoryPlan
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
     from sdk.requests.pooling.calls import PoolingRequests
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sdk.api.params import SamplingParams
-from sdk.kernels.sampling import Change, ChangeKind, Shape
+from sdk.kernels.operators.sampling import Change, ChangeKind, Shape
 from sdk.sampling.healing import Healing
 from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sdk.kernels.sampling import GREEDY, SampleBuffers
+from sdk.kernels.operators.sampling import GREEDY, SampleBuffers
 from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.kernels.sampling import Change, ChangeKind
+from sdk.kernels.operators.sampling import Change, ChangeKind
 
 #: The most tokens that are taken from a prompt.
 _MOST_TOKENS = 16

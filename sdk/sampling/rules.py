@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.api.params import SamplingParams
-from sdk.kernels.sampling import Change, ChangeKind, Mask, mask_of
+from sdk.kernels.operators.sampling import Change, ChangeKind, Mask, mask_of
 
 Ids = NDArray[np.int64]
 

@@ -14,9 +14,9 @@ import numpy as np
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.kernels.reference.sampling import allow
-from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.sampling.draws import Draw
 from sdk.sampling.extra_rows import scored_rows
 from sdk.sampling.logprobs import NO_IDS, scored
@@ -192,7 +192,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _why_not(best: float, probability: float) -> str:
-    """Why a row whose maximum is not finite has no token: see ``sdk.kernels.sampling.Tokens``."""
+    """Why a row whose maximum is not finite has no token: see ``sdk.kernels.operators.sampling.Tokens``."""
     if probability:
         return f"the model's logits are not finite: their maximum is {best}"
     if best == -math.inf:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sdk.api.params import LogitsProcessor, SamplingParams
-from sdk.kernels.sampling import Shape, pack_draw
+from sdk.kernels.operators.sampling import Shape, pack_draw
 from sdk.sampling.changes import LogitChanges
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import XTC, uniform

@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from sdk.kernels.mask_tasks import MaskTask
+from sdk.kernels.operators.mask_tasks import MaskTask
 from sdk.structured.compiler import Grammar
 from sdk.structured.library import GrammarError, Matcher
 

@@ -3,7 +3,7 @@
 The wheel's extension module exports the functions of ``llguidance.h``. They are used instead of the
 Python classes because ``ctypes`` releases the interpreter lock around them (reading a vocabulary of
 262,144 tokens takes a second, during which the Python class would stop every other request), and
-because the CPU runtime calls them on its own threads (``sdk.kernels.mask_tasks``).
+because the CPU runtime calls them on its own threads (``sdk.kernels.operators.mask_tasks``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from sdk.api.errors import RequestError
-from sdk.kernels.mask_tasks import MaskFunctions
+from sdk.kernels.operators.mask_tasks import MaskFunctions
 from sdk.kernels.packages import install, not_installed
 
 #: Parts of the vocabulary whose masks are computed once. Strings of JSON are made of them: without

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sdk.engine.snapshot import Snapshot
     from sdk.loading.quant_report import QuantReport
     from sdk.memory.plan import MemoryPlan
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
 
 _PAGE_SIZE = 16
 _NO_EXPERTS = "a fake model has no experts"

@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sdk.api.errors import RequestError
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.loaders.model_shapes import expected_shape, num_experts
-from sdk.loaders.tensor_names import TensorNames
 from sdk.models.architecture import RMS_NORM_EPS, Architecture, architecture, architectures
-from sdk.models.config import ModelConfig
-from sdk.models.config_keys import only_read, with_our_keys
+from sdk.models.configs.config import ModelConfig
+from sdk.models.configs.experts import key_of
+from sdk.models.configs.keys import only_read, with_our_keys
 from sdk.models.decoder import Decoder
-from sdk.models.expert_config import key_of
 from sdk.models.parallel import Mesh
 from sdk.models.source import Source
 from sdk.quant.checkpoint import TensorEntry
@@ -47,7 +47,7 @@ _SHAPE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-#: Of a mixture of experts, by fact (:data:`sdk.models.expert_config.NAMES`).
+#: Of a mixture of experts, by fact (:data:`sdk.models.configs.experts.NAMES`).
 _EXPERTS = {
     "count": 2,
     "per_token": 2,

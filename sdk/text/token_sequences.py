@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sdk.api.errors import RequestError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.tokenizer import Tokenizer
 
 #: One or more texts, or token ids: one list per sequence.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh

@@ -25,7 +25,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 
 def gguf_table() -> str:
     """Every tensor type of a GGUF file."""
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
     from sdk.loaders.formats.gguf_decode import decode_matrix
     from sdk.loaders.formats.gguf_types import GGUF_TYPES
     from sdk.quant.weight import weight_of

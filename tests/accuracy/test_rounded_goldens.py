@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.weights.layouts import ActivationScheme
 from sdk.loaders.open import open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"

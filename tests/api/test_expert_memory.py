@@ -26,7 +26,7 @@ from sdk.cli import main
 from sdk.engine.weight_cache.store import WeightStore
 from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.errors import KernelError
-from sdk.kernels.expert_slots import slot_bytes, slots_within
+from sdk.kernels.weights.expert_slots import slot_bytes, slots_within
 from sdk.memory.disk_speed import disk_bandwidth
 
 #: 4 layers of 32 experts, 16 MB in all; half of the matrices back have more bits than the others.
@@ -132,7 +132,7 @@ def test_drafts_do_not_change_answers(model: Path, expected: list[Any]) -> None:
 def test_a_second_opening_reads_no_matrix(
     model: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+    from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
 
     memory = memory_for(model, 0.4)
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, LoRARequest, RequestError, SamplingParams
-from sdk.loaders import chat_template
+from sdk.loaders.templates import chat_template
 from sdk.quant.once import Once
 from sdk.requests.prompts import reader
 from sdk.structured import compiler

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, RequestOutput, SamplingParams
-from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.kv.kv_types import KV_TYPES
 
 TYPES = ("float32", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4:skip=1")
 #: Of one token in float16: two layers, keys and values of 2 heads of 64.

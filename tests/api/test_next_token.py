@@ -22,7 +22,7 @@ from sdk.api.speculative_config import speculative_config
 from sdk.loaders.next_token_names import next_token_name
 from sdk.loaders.open import open_checkpoint
 from sdk.memory.drafting_heads import next_token_head
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from tests.api.test_drafting_heads import Drawn, answers, rate
 from tests.drafting_heads import PROMPTS, one_thread
 from tests.next_token import (

@@ -18,7 +18,7 @@ from sdk import LLM, AsyncLLM, CheckpointError, RequestError, SamplingParams
 from sdk.api.config import EngineConfig
 from sdk.api.options import EngineOptions, engine_config
 from sdk.api.other_names import CALLS, ENGINE, SAMPLING
-from sdk.loaders.chat_template import TemplateError
+from sdk.loaders.templates.chat_template import TemplateError
 from sdk.requests.prompts.kinds import ChatOptions
 from tests.api.language_server import LanguageServer
 

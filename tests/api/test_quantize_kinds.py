@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import sdk
 from sdk.api.errors import UnsupportedError
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh

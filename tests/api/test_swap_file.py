@@ -18,7 +18,7 @@ import torch
 from sdk import LLM, SamplingParams
 from sdk.engine.plan import Swap
 from sdk.engine.rank.swap_storage import SwapStorage
-from sdk.kernels.kv_tiers import page_id
+from sdk.kernels.kv.tiers import page_id
 from tests.api.engines import settle, tokens
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)

@@ -22,8 +22,8 @@ from sdk import LLM, EngineDeadError, OutOfMemoryError, RequestError, SamplingPa
 from sdk.engine.weight_cache import folder as cache
 from sdk.engine.weight_cache.store import WeightStore
 from sdk.kernels.cpu import weight_map
-from sdk.loaders.gguf_checkpoint import GgufCheckpoint
-from sdk.loaders.hf_folder import HfFolder
+from sdk.loaders.folders.hf_folder import HfFolder
+from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
 from sdk.testing import tiny_adapter, tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"

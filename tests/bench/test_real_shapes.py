@@ -35,7 +35,7 @@ from sdk.cli import main
 from sdk.kernels.cpu.library import Count, OpKind, WeightView
 from sdk.kernels.cpu.operator_times import OperatorTime, ProgramTimes
 from sdk.loaders.formats.gguf_decode import decode_matrix
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.models.architecture import gguf_names
 from sdk.quant.weight import weight_of
 

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from sdk import LLM, SamplingParams
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.rope import RopeAndCache
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import ActivationScheme, Layout
-from sdk.kernels.low_rank import Shape, factor_memory
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.low_rank import Shape, factor_memory
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import DRAW, SampleBuffers
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.rope import RopeAndCache as ReferenceRope
 from sdk.kernels.reference.sampling import Sample as ReferenceSample
-from sdk.kernels.sampling import DRAW, SampleBuffers
+from sdk.kernels.weights.layouts import ActivationScheme, Layout
 from sdk.quant.spec import KVSpec
 from tests.shaping import expected, logits_for, shapes_of, some_mask
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.gpu.attention import Attention
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout, on_device
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import DRAW
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.sampling import Sample as Reference
-from sdk.kernels.sampling import DRAW
+from sdk.kernels.weights.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout, on_device
 from tests.shaping import buffers_of, expected, logits_for
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ import torch
 
 from sdk.cli import doctor, doctor_gpu, main
 from sdk.kernels import gpu
-from sdk.kernels.answer_file import Answer
 from sdk.kernels.gpu.tuning import VERSION
 from sdk.kernels.gpu_driver import gpu_driver
+from sdk.kernels.known_answers.file import Answer
 from sdk.loading.device import Device
 
 Captured = pytest.CaptureFixture[str]

@@ -20,11 +20,12 @@ from fake_cuda import CardTensor, Cuda, without_a_gpu
 from torch import Tensor
 
 from sdk import LLM
-from sdk.kernels import context, known_answers
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.ops import Ops
+from sdk.kernels import context
+from sdk.kernels.known_answers import check as known_answers
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
 from sdk.kernels.packed_shapes import PackedShapes
-from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
 from sdk.loading import load
 
 _NONSENSE = 1e3

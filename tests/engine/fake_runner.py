@@ -18,7 +18,7 @@ import numpy as np
 from sdk.api.logprobs import Logprobs, Sampled
 from sdk.engine.plan import Duplicate, StateCopy, StepPlan, StepResult, StepRow, Swap
 from sdk.engine.scheduling.drafts import Drafter
-from sdk.kernels.kv_tiers import page_id, page_tier
+from sdk.kernels.kv.tiers import page_id, page_tier
 
 VOCAB = 1000
 LEVELS = 3

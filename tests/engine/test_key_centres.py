@@ -12,7 +12,7 @@ import torch
 
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.kv_transfer import read_layer, write_layer
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id, page_tier
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.tiers import TIER_PAGE_SIZE, page_id, page_tier
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage
 from sdk.quant.spec import KVSpec

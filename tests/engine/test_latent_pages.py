@@ -10,7 +10,7 @@ import pytest
 from sdk import LLM, SamplingParams
 from sdk.api.errors import RequestError
 from sdk.engine.rank.kv_cache import kv_spec
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from tests.models.conftest import TINY, prompt, tiny
 from tests.models.test_model_architectures import LATENT, V3
 

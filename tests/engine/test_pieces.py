@@ -16,8 +16,8 @@ from fake_card import on_a_card
 from sdk import LLM, SamplingParams
 from sdk.engine.rank import inputs
 from sdk.engine.rank.inputs import StepInputs
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
+from sdk.kernels.operators.batch import AttentionBatch
 from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs, token_buckets
 
 #: A llama, sliding windows of 8 in five of six layers, a mixture of experts with sinks.

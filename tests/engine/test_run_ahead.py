@@ -21,8 +21,8 @@ from sdk.engine.plan import SequenceSpec
 from sdk.engine.rank import inputs
 from sdk.engine.rank.run_ahead import Readback, RunAhead
 from sdk.kernels import packed_shapes
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.mask_tasks import MaskTasks
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.mask_tasks import MaskTasks
 from sdk.kernels.sized_graphs import StepGraphs
 from tests.structured_answers import STRUCTURES
 

@@ -8,7 +8,7 @@ from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, page_key, root_digest
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.plan import Copy, Swap
-from sdk.kernels.kv_tiers import page_id, page_tier
+from sdk.kernels.kv.tiers import page_id, page_tier
 
 
 def _chain(length: int) -> list[PageKey]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from sdk.engine.plan import Move, Swap
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.tiers import page_tier
 
 
 def prompt(number: int, tokens: int) -> list[int]:

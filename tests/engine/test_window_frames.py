@@ -28,7 +28,7 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.states import LayerState
+from sdk.kernels.operators.states import LayerState
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache, pages_in_window
 from sdk.quant.spec import KVSpec

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sdk.kernels import gpu
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import (
     attention,
@@ -26,9 +25,10 @@ from sdk.kernels.gpu import (
 )
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.tuning import Tuning
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_ALIASES, KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch, WorkShape
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention as Reference
 
 #: What 16-bit weights of the values leave of exactness, beside the largest value of about 3.

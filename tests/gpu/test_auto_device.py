@@ -16,9 +16,10 @@ from fake_card import on_a_card
 
 from sdk import LLM, CheckpointError, MemoryPool, SamplingParams
 from sdk.api.options import engine_config
-from sdk.kernels import gpu, known_answers
-from sdk.kernels.answer_file import Answer, AnswerFile
+from sdk.kernels import gpu
 from sdk.kernels.gpu import GpuBackend, linear, norm
+from sdk.kernels.known_answers import check as known_answers
+from sdk.kernels.known_answers.file import Answer, AnswerFile
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.norm import GatedActivation
 from sdk.loading import device as devices, load as loading

@@ -339,7 +339,7 @@ def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
     card: Card, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sdk.bench import tune
-    from sdk.models.config import ModelConfig
+    from sdk.models.configs.config import ModelConfig
 
     short = torch.float16
     monkeypatch.setattr("sdk.memory.resolve.device_of", lambda config: "cpu")

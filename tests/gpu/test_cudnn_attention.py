@@ -12,15 +12,15 @@ from torch import Tensor
 
 from sdk.kernels import gpu
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import cudnn_attention, scratch
 from sdk.kernels.gpu.cudnn_attention import CudnnAttention, pieces_of, runs_of
 from sdk.kernels.gpu.scratch import ATTENTION_STEP as STEP
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention as Reference
 from tests.gpu.cudnn_stand_in import StandIn, library
 
@@ -179,7 +179,7 @@ def test_it_is_not_for_a_fixed_order_nor_without_the_operator(
 def chosen(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What an engine would choose for such pages, checked: the choice."""
     monkeypatch.setattr(gpu, "tuning_of", lambda device: tuning)
-    monkeypatch.setattr("sdk.kernels.known_answers.machine", lambda device: {})
+    monkeypatch.setattr("sdk.kernels.known_answers.check.machine", lambda device: {})
     with_library = Ops("cpu", backends=("gpu", "reference"), activations="bfloat16")
     with_library.check_answers(None)
     pages, batch = pages_of(8), batch_of((40, 40))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdk.kernels.gpu import dense
 from sdk.kernels.gpu.dense import library_rounds, multiply, product_dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 #: [M, N, K]: one row, tiles that are full and that are not, K that its blocks divide and not.
 SHAPES = [(1, 70, 48), (3, 64, 33), (17, 5, 160), (70, 130, 16)]

@@ -14,7 +14,7 @@ from sdk import LLM, SamplingParams
 from sdk.kernels import gpu, registry
 from sdk.kernels.gpu import GpuBackend, cudnn_attention, scratch
 from sdk.kernels.gpu.tuning import Tuning
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.sized_graphs import bucket_of, buckets
 from tests.gpu.cudnn_stand_in import StandIn, library
 from tests.models.conftest import expected_states, prompt, tiny_encoder

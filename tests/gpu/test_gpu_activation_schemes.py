@@ -16,10 +16,10 @@ from sdk.kernels.gpu.byte_rows import ByteRows, multiplies_bytes
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card, sums_are_short
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import ActivationScheme, Affine, Float8
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Float8
 from tests.gpu import short_sums
 
 #: The interpreter computes what a mask or ``where`` leaves out, too, and numpy says so.

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import ActivationScheme
 from sdk.quant.spec import KVSpec
 
 SHORT = [torch.bfloat16, torch.float16]

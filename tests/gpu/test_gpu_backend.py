@@ -21,9 +21,9 @@ from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
 from sdk.kernels.gpu.tuning import OPS, VERSION, Tiles, Tuning, read_tuning, type_of
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.layouts import ActivationScheme
 
 ENTRY = {"max_m": 8, "n": 256, "k": 512, "block_n": 32, "block_m": 16}
 ENTRY |= {"split": 2, "warps": 2, "stages": 4}

@@ -16,12 +16,12 @@ from sdk.kernels.gpu.expert_tiles import offsets_of
 from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import E2M1, ActivationScheme, Dense, Layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.kernels.operators.routes import TILE_ROWS, Routes, most_tiles, tiles_at
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.route_rule import RouteRule
-from sdk.kernels.routes import TILE_ROWS, Routes, most_tiles, tiles_at
+from sdk.kernels.weights.layouts import E2M1, ActivationScheme, Dense, Layout
 from tests.routers import RULES, case
 
 FEW = Tuning(programs=4)

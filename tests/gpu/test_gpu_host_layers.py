@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels import host_layers
 from sdk.kernels.gpu.linear import product_one
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tuning
-from sdk.kernels.layouts import Layout
-from sdk.kernels.offload import OnHost
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights import host_layers
+from sdk.kernels.weights.layouts import Layout
+from sdk.kernels.weights.offload import OnHost
 from tests.fake_streams import Streams
 
 

@@ -24,9 +24,9 @@ from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.scratch import COUNTERS
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.norm import GatedActivation as ReferenceGated
+from sdk.kernels.weights.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FEW = Tuning(programs=4)

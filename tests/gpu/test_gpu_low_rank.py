@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.low_rank import AdapterTable, Shape
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.low_rank import AdapterTable, Shape
+from sdk.kernels.operators.ops import Ops
 
 SLOTS = torch.tensor([0, -1, 2, 2, 1, 0, 3, -1, 2] + [1] * 9).int()
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, attention_work, dense, scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.cudnn_attention import CudnnAttention
@@ -26,13 +25,14 @@ from sdk.kernels.gpu.sampling import Sample
 from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.shares import Sharing
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import ActivationScheme, Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import join_draws, pack_draw
 from sdk.kernels.packed_shapes import PackedShapes, packed_bytes
-from sdk.kernels.sampling import join_draws, pack_draw
 from sdk.kernels.scratch import Matrix, Products
+from sdk.kernels.weights.layouts import ActivationScheme, Dense
 from tests.gpu.cudnn_stand_in import StandIn, library
 
 __all__ = ["library"]  # a fixture

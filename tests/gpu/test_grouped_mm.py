@@ -15,10 +15,10 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import grouped_mm
 from sdk.kernels.gpu.grouped_mm import GroupedMM, StackedExperts, step_of, waits_for_host
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
-from sdk.kernels.host_layers import HostLayers
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.host_layers import HostLayers
+from sdk.kernels.weights.layouts import Dense
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import DenseWeight
 
@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ops]:
     """An engine's operators, with a table for bfloat16."""
     monkeypatch.setattr(gpu, "tuning_of", lambda device: table())
-    monkeypatch.setattr("sdk.kernels.known_answers.machine", lambda device: {})
+    monkeypatch.setattr("sdk.kernels.known_answers.check.machine", lambda device: {})
     opened = Ops("cpu", backends=("gpu", "reference"), activations="bfloat16")
     yield opened
     opened.close()

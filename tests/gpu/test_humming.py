@@ -17,10 +17,10 @@ from sdk.kernels.gpu import humming
 from sdk.kernels.gpu.humming import HummingLinear, HummingWeight
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import NOT_FASTER, Tuning
-from sdk.kernels.host_layers import HostLayers
-from sdk.kernels.layouts import Affine
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.host_layers import HostLayers
+from sdk.kernels.weights.layouts import Affine
 from tests.gpu.humming_stand_in import Method, package
 
 __all__ = ["package"]  # a fixture

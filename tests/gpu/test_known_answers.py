@@ -19,22 +19,22 @@ from torch import Tensor
 
 from sdk.cli.doctor_gpu import usual
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels import answer_cases
-from sdk.kernels.answer_file import FAILED, Answer, AnswerFile
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import linear, norm
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.known_answers import NO_FALLBACK, KnownAnswers
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.low_rank import Shape
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.known_answers import cases as answer_cases
+from sdk.kernels.known_answers.check import NO_FALLBACK, KnownAnswers
+from sdk.kernels.known_answers.file import FAILED, Answer, AnswerFile
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
+from sdk.kernels.operators.low_rank import Shape
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rounding
+from sdk.kernels.operators.route_rule import SOFTMAX, RouteRule
+from sdk.kernels.operators.sampling import SampleBuffers
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.rounding import Rounding
-from sdk.kernels.route_rule import SOFTMAX, RouteRule
-from sdk.kernels.sampling import SampleBuffers
+from sdk.kernels.weights.layouts import ActivationScheme
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.latent import LatentAttention, LatentRopeAndCache
-from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import QueryScale
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention as Reference
 from sdk.kernels.reference.page_codes import page_floats
 from sdk.kernels.reference.rope import LatentRopeAndCache as ReferenceWrite
+from sdk.kernels.weights.layouts import Dense
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 

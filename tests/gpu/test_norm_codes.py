@@ -13,10 +13,10 @@ from sdk.kernels.gpu import linear_as_file
 from sdk.kernels.gpu.byte_rows import ALIGNED, STEP
 from sdk.kernels.gpu.linear_as_file import round_rows
 from sdk.kernels.gpu.norm import AddNormalize, Normalize
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
-from sdk.kernels.rounding import Rounded
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.rounding import Rounded
+from sdk.kernels.weights.layouts import ActivationScheme
 
 SCHEMES = {
     "int8 per token": ActivationScheme("int"),

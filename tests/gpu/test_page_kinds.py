@@ -11,7 +11,7 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import attention, page_codes, pages, rope
-from sdk.kernels.kv_types import HALF_MAX, KV_TYPES
+from sdk.kernels.kv.kv_types import HALF_MAX, KV_TYPES
 from sdk.quant.spec import KVSpec
 
 #: The constants that the kernels' sources use.

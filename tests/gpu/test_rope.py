@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import rope as gpu_rope
 from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.norm import Norm
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
+from sdk.kernels.operators.norm import Norm
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
 from sdk.kernels.reference.norm import Normalize
 from sdk.kernels.reference.rope import (

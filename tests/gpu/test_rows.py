@@ -21,8 +21,8 @@ from sdk.kernels.gpu.elementwise import (
     TakeColumns,
 )
 from sdk.kernels.gpu.norm import AddNormalize, Normalize
-from sdk.kernels.mlp_activations import ALWAYS_GATED
-from sdk.kernels.norm import Norm
+from sdk.kernels.operators.mlp_activations import ALWAYS_GATED
+from sdk.kernels.operators.norm import Norm
 from sdk.kernels.reference.norm import Normalize as ReferenceNorm
 
 

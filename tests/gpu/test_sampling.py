@@ -21,10 +21,8 @@ from torch import Tensor
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import sampling
 from sdk.kernels.gpu.sampling import Sample
-from sdk.kernels.ops import Ops
-from sdk.kernels.packed_shapes import PackedShapes
-from sdk.kernels.reference.sampling import Sample as Reference, truncate
-from sdk.kernels.sampling import (
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import (
     DRAW,
     Change,
     ChangeKind,
@@ -36,6 +34,8 @@ from sdk.kernels.sampling import (
     mask_of,
     pack_draw,
 )
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.reference.sampling import Sample as Reference, truncate
 from tests.shaping import buffers_of, expected, logits_for
 
 INF, NAN = float("inf"), float("nan")

@@ -16,10 +16,10 @@ from sdk.kernels import gpu
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import scaled_mm
 from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning, read_tuning
-from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.weights.layouts import ActivationScheme
 
 N, K = 48, 80
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 from tests.recurrent import Operator, Row, conv, delta, rwkv, scan, several, space
 
 CASES = [

@@ -112,7 +112,7 @@ def timed(run: Callable[[], object], rounds: int) -> None:
 
 
 def run_embedlm(name: str, folder: Path, threads: int, rounds: int) -> None:
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
     from sdk.loaders.open import open_checkpoint
     from sdk.models.parallel import Mesh
     from sdk.models.vision.tower import build_tower

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import sdk
 from sdk import LLM, SamplingParams
-from sdk.loaders.expert_names import spelled_as_ours
+from sdk.loaders.folders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
 from tests.structure.conftest import installed, wheel  # noqa: F401  (fixtures)
 

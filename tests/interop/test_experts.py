@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdk.loaders.expert_names import first_spelling, spelled_as_ours
+from sdk.loaders.folders.expert_names import first_spelling, spelled_as_ours
 
 FAMILIES = ("mixtral", "qwen3_moe")
 #: gptqmodel multiplies in float16 on a CPU; transformers in float32.

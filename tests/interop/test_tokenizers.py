@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdk import UnsupportedError
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
 VOCABULARIES = Path(__file__).parents[2] / "build" / "interop" / "vocabularies"

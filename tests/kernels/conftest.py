@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
-from sdk.kernels.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.low_rank import AdapterTable, Factors, Shape, Update, factor_memory
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import pack_codes
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 LEVELS = levels()
 

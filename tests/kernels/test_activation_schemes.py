@@ -13,10 +13,10 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import E2M1, ActivationScheme, Affine, Float8, Layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.weights.layouts import E2M1, ActivationScheme, Affine, Float8, Layout
 from tests.kernels.plain_kernels import plain_kernels
 
 Scheme = ActivationScheme

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sdk.kernels.activations import LARGE, ActivationPool
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 COUNT = LARGE // 4
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sdk.kernels.answer_file import VERSION, Answer, AnswerFile
 from sdk.kernels.gpu_driver import gpu_driver
+from sdk.kernels.known_answers.file import VERSION, Answer, AnswerFile
 
 MACHINE = {"card": "a card", "triton": "3.6.0"}
 

@@ -13,8 +13,8 @@ from sdk.kernels.cpu import levels, open_backend
 from sdk.kernels.cpu.attention import RoundedAttention
 from sdk.kernels.cpu.packed_linear import RoundedLinear
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
 from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
 
 needs_bf16 = pytest.mark.skipif(

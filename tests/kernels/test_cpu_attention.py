@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES, KVType
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES, KVType
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVSpec

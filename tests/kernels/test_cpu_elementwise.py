@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 WIDTHS = (1, 5, 8, 16, 77, 576, 1000)
 

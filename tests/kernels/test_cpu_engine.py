@@ -18,7 +18,7 @@ import torch
 from sdk.kernels import cpu
 from sdk.kernels.cpu import library, page_args, runtime
 from sdk.kernels.errors import KernelError
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.llm import LLM
 from tests.kernels.plain_kernels import plain_kernels
 

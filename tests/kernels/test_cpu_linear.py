@@ -19,7 +19,9 @@ from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import int8_table
 from sdk.kernels.cpu.weight_memory import MAPPING_BYTES
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import (
+from sdk.kernels.reference.decode import decode, pack_codes
+from sdk.kernels.registry import linear_problem
+from sdk.kernels.weights.layouts import (
     BLOCK_TYPES,
     E2M1,
     IQ4,
@@ -30,8 +32,6 @@ from sdk.kernels.layouts import (
     Float8,
     Layout,
 )
-from sdk.kernels.reference.decode import decode, pack_codes
-from sdk.kernels.registry import linear_problem
 from tests.kernels.plain_kernels import plain_kernels
 
 #: The last is multiplied in two groups of rows.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.head_norms import HeadNorms, QueryScale
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.page_codes import mixed
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec

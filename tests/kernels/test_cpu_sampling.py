@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import DRAW, Draws, SampleBuffers, Tokens, join_draws, pack_draw
 from sdk.kernels.reference.sampling import Sample as Reference, truncate
-from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens, join_draws, pack_draw
 
 INF, NAN = float("inf"), float("nan")
 WIDTHS = (1, 2, 15, 16, 17, 511, 512, 513, 1000, 4096, 9001)

@@ -15,10 +15,10 @@ from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.packing import pack as gpu_pack
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import facts_of
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from tests.kernels.plain_kernels import plain_kernels
 
 KINDS = ["zero", "zeros", "minus", "floats"]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from sdk.kernels.kv_types import KV_TYPES
+from sdk.kernels.kv.kv_types import KV_TYPES
 
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 instructions"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sdk.kernels.errors import KernelError
 from sdk.kernels.groups import CollectiveGroup
-from sdk.kernels.ops import Ops
-from sdk.kernels.route_rule import RouteRule
-from sdk.kernels.routes import RankExperts, RankTokens, Routes
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.kernels.operators.routes import RankExperts, RankTokens, Routes
 from tests.kernels.test_exchange import Ranks
 
 EXPERTS, K, WIDTH, INNER = 7, 3, 96, 64

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Layout
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
-from sdk.kernels.route_rule import RouteRule
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.kernels.operators.routes import Routes
+from sdk.kernels.weights.layouts import Layout
 from tests.kernels.plain_kernels import plain_kernels
 
 EXPERTS, K, WIDTH, OUT = 7, 3, 96, 72

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sdk.kernels.cpu.library import SelectArgs
 from sdk.kernels.errors import CaptureError, KernelError
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 TOKENS, OUTPUTS, REQUESTS = 24, 6, 4
 WIDTH, WIDE = 96, 160

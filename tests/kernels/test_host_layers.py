@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.kernels import host_layers, registry
+from sdk.kernels import registry
 from sdk.kernels.errors import KernelError
-from sdk.kernels.host_layers import HostLayers
-from sdk.kernels.offload import OnHost
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights import host_layers
+from sdk.kernels.weights.host_layers import HostLayers
+from sdk.kernels.weights.offload import OnHost
 from sdk.loading import load as loading
 from tests.fake_streams import Streams
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.head_norms import QueryScale
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.layouts import Dense, Layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import QueryScale
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention as ReferenceAttention
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.rope import LatentRopeAndCache, RopeAndCache
+from sdk.kernels.weights.layouts import Dense, Layout
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 from tests.kernels.plain_kernels import plain_kernels

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sdk.kernels.cpu.rank_group import SharedLink
 from sdk.kernels.errors import CollectiveError
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 AN_HOUR_S = 3600.0  # a test ends sooner: then the wait has ended for another reason
 

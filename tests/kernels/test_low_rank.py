@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.low_rank import AdapterTable, Factors, Shape, factor_memory
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.low_rank import AdapterTable, Factors, Shape, factor_memory
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference import ReferenceBackend
 from tests.kernels.plain_kernels import plain_kernels
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from sdk.kernels import cpu, kv_tiers, mlp_activations, sampling, state_ops
+from sdk.kernels import cpu
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import (
     elementwise,
@@ -23,8 +23,10 @@ from sdk.kernels.cpu import (
     scheme_linear,
     states,
 )
-from sdk.kernels.route_rule import GATES, MAX_SCORED
-from sdk.kernels.state_ops import RATES
+from sdk.kernels.kv import tiers as kv_tiers
+from sdk.kernels.operators import mlp_activations, sampling, state_ops
+from sdk.kernels.operators.route_rule import GATES, MAX_SCORED
+from sdk.kernels.operators.state_ops import RATES
 
 #: Python's structures whose C++ names differ.
 NAMES = {"WeightView": "Weight", "SchemeView": "ActivationScheme"}

@@ -11,8 +11,8 @@ import torch
 
 from sdk.kernels.cpu.library import Count, OpKind
 from sdk.kernels.cpu.operator_times import weight_bytes
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 TOKENS, OUTPUTS, WIDTH, WIDE = 24, 6, 96, 160
 

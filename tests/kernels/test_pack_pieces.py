@@ -10,9 +10,9 @@ import torch
 
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.packed_weight import Packed
-from sdk.kernels.layouts import BLOCK_TYPES, PIECE_ROWS, Blocks, Dense, Layout, Pieces
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.linear import slice_rows
+from sdk.kernels.weights.layouts import BLOCK_TYPES, PIECE_ROWS, Blocks, Dense, Layout, Pieces
 from tests.kernels.plain_kernels import plain_kernels
 
 DENSE = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]

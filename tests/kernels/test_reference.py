@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, check_layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import SampleBuffers, pack_draw
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
-from sdk.kernels.sampling import SampleBuffers, pack_draw
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Dense, check_layout
 
 
 @pytest.fixture

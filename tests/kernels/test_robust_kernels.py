@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import Affine, Dense
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import DRAW
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.sampling import DRAW
+from sdk.kernels.weights.layouts import Affine, Dense
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import torch
 from sdk.kernels import cpu
 from sdk.kernels.cpu import library
 from sdk.kernels.errors import KernelError
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 #: Seconds, far beyond what anything here takes: a test that gets there has hung.
 PATIENCE = 120.0
@@ -220,8 +220,8 @@ def test_a_process_may_end_while_daemon_threads_are_in_a_call() -> None:
     program = """
 import threading
 import torch
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.weights.layouts import Dense
+from sdk.kernels.operators.ops import Ops
 
 ops = Ops("cpu", num_threads=2)
 linear, x = ops.linear(Dense(torch.randn(512, 512))), torch.randn(16, 512)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.ops import Ops
-from sdk.kernels.route_rule import MAX_SCORED, RouteRule
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.route_rule import MAX_SCORED, RouteRule
 from tests.routers import RULES, case
 
 EXPERTS, K = 12, 3

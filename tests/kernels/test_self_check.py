@@ -15,9 +15,9 @@ from torch import Tensor
 from sdk import LLM, SamplingParams
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import ActivationScheme, Affine, Dense, on_device
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, Dense, on_device
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 Matmul = Callable[[PackedLinear, Any, Tensor, Tensor], None]

@@ -10,9 +10,8 @@ import torch
 
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.ops import Ops
-from sdk.kernels.reference.sampling import Sample as Reference
-from sdk.kernels.sampling import (
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import (
     Change,
     ChangeKind,
     SampleBuffers,
@@ -21,6 +20,7 @@ from sdk.kernels.sampling import (
     mask_of,
     pack_draw,
 )
+from sdk.kernels.reference.sampling import Sample as Reference
 from tests.shaping import buffers_of, changed, expected, logits_for, some_mask
 
 WIDTHS = (1, 2, 31, 32, 33, 511, 512, 1000, 4099)

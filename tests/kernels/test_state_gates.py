@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.norm import Norm
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.ops import Ops
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import CaptureError, KernelError
-from sdk.kernels.ops import Ops
-from sdk.kernels.states import RwkvKeys
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.states import RwkvKeys
 from tests.recurrent import (
     OPERATORS,
     SLOTS,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense, Layout
-from sdk.kernels.ops import Ops
-from sdk.kernels.stored_rows import OpenRows, StoredRows, open_rows
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Blocks, Dense, Layout
+from sdk.kernels.weights.stored_rows import OpenRows, StoredRows, open_rows
 
 ROWS, COLUMNS, OFFSET = 37, 768, 96
 FLOATS = ("float32", "float16", "bfloat16")

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sdk.engine.plan import Move, Swap
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import TIER_PAGE_SIZE, page_id
-from sdk.kernels.ops import Ops
-from sdk.kernels.page_recoder import page_recoder
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.recoder import page_recoder
+from sdk.kernels.kv.tiers import TIER_PAGE_SIZE, page_id
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import CaptureError
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 MOST, WIDTH = 11, 6
 TABLE = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))

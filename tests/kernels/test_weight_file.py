@@ -19,9 +19,9 @@ from sdk.engine.pages.disk_space import disk_folder
 from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Layout
-from sdk.kernels.offload import OnDisk
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Layout
+from sdk.kernels.weights.offload import OnDisk
 
 MIB = 2**20
 

@@ -19,9 +19,9 @@ from sdk.kernels.cpu.library import find_library
 from sdk.kernels.cpu.packed_record import bound_of, bytes_of, record_of, tensor_of
 from sdk.kernels.cpu.weight_map import PIECE, WeightMap
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import ActivationScheme, Layout
 from sdk.kernels.lazy_torch import type_name
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import ActivationScheme, Layout
 
 LIBRARY = find_library()
 assert isinstance(LIBRARY, ctypes.CDLL)

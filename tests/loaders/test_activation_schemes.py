@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import ActivationScheme, inputs_of
+from sdk.kernels.weights.layouts import ActivationScheme, inputs_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import StackedWeight, concat
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import E2M1
+from sdk.kernels.weights.layouts import E2M1
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 LAYER = "model.layers.0.mlp.down_proj"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sdk import LLM, SamplingParams
-from sdk.loaders.gguf_reader import GgufFile
+from sdk.loaders.gguf_files.reader import GgufFile
 from sdk.loaders.open import open_checkpoint
 from tests.loaders.conftest import HIDDEN, VOCAB, GgufBytes, f32, llama_gguf
 
@@ -69,7 +69,7 @@ def test_another_type_is_not_compared(
     monkeypatch.setattr(
         GgufFile, "data", lambda self, *a, **k: read.append((a, k)) or data(self, *a, **k)
     )
-    monkeypatch.setattr("sdk.loaders.gguf_reader._COMPARED", HIDDEN * 4)
+    monkeypatch.setattr("sdk.loaders.gguf_files.reader._COMPARED", HIDDEN * 4)
     open_checkpoint(save(with_head(f32(VOCAB, HIDDEN, seed=99)).build()))
     assert [k["part"] for _, k in read if "part" in k] == [(0, 1)] * 2
     read.clear()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sdk.kernels.layouts import Float8
+from sdk.kernels.weights.layouts import Float8
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import Float8Weight

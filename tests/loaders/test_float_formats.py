@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sdk.kernels.layouts import E2M1
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.layouts import E2M1
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles
 from sdk.loaders.formats import mxfp4
 from sdk.loaders.formats.stored_layer import StoredLayer
-from sdk.loaders.safetensors_reader import SafetensorsFiles
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 SHAPE = (12, 64)

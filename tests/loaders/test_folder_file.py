@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.folder_file import folder_file, weight_file
+from sdk.loaders.folders.folder_file import folder_file, weight_file
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError
 

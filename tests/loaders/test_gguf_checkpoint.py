@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.loaders.gguf_names import gguf_name
+from sdk.loaders.gguf_files.names import gguf_name
 from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architectures
 from sdk.quant.errors import CheckpointError

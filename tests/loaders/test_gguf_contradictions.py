@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sdk.kernels.errors import SdkError
-from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

@@ -13,13 +13,13 @@ import torch
 from gguf.scripts.gguf_convert_endian import byteswap_tensors
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Blocks, Dense
 from sdk.loaders.formats import gguf_codebooks, gguf_decode
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, GgufType
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import weight_of
 

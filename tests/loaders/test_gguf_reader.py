@@ -15,8 +15,8 @@ import gguf
 import numpy as np
 import pytest
 
-from sdk.loaders.gguf_header import METADATA_BUDGET
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.gguf_files.header import METADATA_BUDGET
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 Save = Callable[..., Path]

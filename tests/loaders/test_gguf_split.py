@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.gguf_reader import read_gguf
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.quant.errors import CheckpointError
 
 Save = Callable[..., Path]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sdk.loaders.gguf_strings import short_strings
+from sdk.loaders.gguf_files.strings import short_strings
 
 
 def stored(strings: list[bytes]) -> NDArray[np.uint8]:

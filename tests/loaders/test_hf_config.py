@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sdk.kernels.errors import SdkError
-from sdk.loaders.hf_folder import MAX_CONFIG, complete_config
+from sdk.loaders.folders.hf_folder import MAX_CONFIG, complete_config
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import LIMITS, expected_shape
 from sdk.loaders.open import open_checkpoint

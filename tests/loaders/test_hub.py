@@ -15,8 +15,8 @@ import pytest
 from sdk import LLM, LoadCancelled, SamplingParams
 from sdk.cli import main
 from sdk.loaders.adapters.open import locate_adapter
-from sdk.loaders.hub import HubAccess, parse_hub_id
-from sdk.loaders.hub_files import gguf_files, weight_files
+from sdk.loaders.hub.files import gguf_files, weight_files
+from sdk.loaders.hub.hub import HubAccess, parse_hub_id
 from sdk.loaders.open import locate, open_checkpoint
 from sdk.quant.errors import CheckpointError
 from tests.loaders.hub_server import COMMIT, Hub, serving
@@ -166,9 +166,9 @@ def test_a_second_call_asks_for_no_file_and_works_without_a_network(
 @pytest.fixture
 def large(quants: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Where the tiny files count as large ones."""
-    monkeypatch.setattr("sdk.loaders.hub_download._LARGE", 1000)
-    monkeypatch.setattr("sdk.loaders.hub_download._CHUNK", 1 << 16)
-    monkeypatch.setattr("sdk.loaders.hub_download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("sdk.loaders.hub.download._LARGE", 1000)
+    monkeypatch.setattr("sdk.loaders.hub.download._CHUNK", 1 << 16)
+    monkeypatch.setattr("sdk.loaders.hub.download.time.sleep", lambda seconds: None)
     return quants
 
 

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 import sdk.models.architectures as package
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.model_shapes import expected_shape
 from sdk.loaders.open import open_checkpoint, read_headers
 from sdk.loaders.writers.gguf_metadata import model_metadata
-from sdk.models.activation_type import activation_type
 from sdk.models.architecture import architecture, architectures, gguf_rules
 from sdk.models.auto import build_model, model_type
-from sdk.models.config import ModelConfig
+from sdk.models.configs.activation_type import activation_type
+from sdk.models.configs.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 Save = Callable[..., Path]
 TOY = """
 from sdk.models.architecture import Architecture, ConfigRules, GgufRules, LayerRules, TensorRules
-from sdk.models.sliding import all_but_every
+from sdk.models.configs.sliding import all_but_every
 
 
 def read(config, keys):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.loaders.hf_folder import HfFolder
-from sdk.loaders.hub import parse_hub_id
+from sdk.loaders.folders.hf_folder import HfFolder
+from sdk.loaders.hub.hub import parse_hub_id
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

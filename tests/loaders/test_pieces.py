@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sdk import LLM, SamplingParams
-from sdk.kernels.ops import Ops
-from sdk.loaders import gguf_checkpoint
+from sdk.kernels.operators.ops import Ops
+from sdk.loaders.gguf_files import checkpoint as gguf_checkpoint
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError
 from sdk.quant.unread import UnreadWeight

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sdk.loaders import safetensors_reader
+from sdk.loaders.folders import safetensors_reader
+from sdk.loaders.folders.safetensors_reader import SafetensorsFiles, read_index
 from sdk.loaders.json_file import MAX_BRACKETS
-from sdk.loaders.safetensors_reader import SafetensorsFiles, read_index
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 Save = Callable[..., Path]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sdk.loaders.folders.tensor_names import TensorNames
 from sdk.loaders.qkv_rows import our_rows, stored_rows
-from sdk.loaders.tensor_names import TensorNames
 
 NAMES = {
     "model.layers": "transformer.h",

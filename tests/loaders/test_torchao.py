@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.weights.layouts import ActivationScheme
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 SETTINGS = {"quant_method": "torchao", "quant_type": {"default": {}}}

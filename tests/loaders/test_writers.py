@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sdk.loaders.hf_folder import HfFolder
+from sdk.loaders.folders.hf_folder import HfFolder
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import rope_factors
 from sdk.loaders.writers.hf_writer import HfWriter

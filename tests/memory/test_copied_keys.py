@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sdk
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.quant.errors import AlignmentError

@@ -21,18 +21,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_types import KV_TYPES
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
-from sdk.kernels.states import LayerState, StateBatch
-from sdk.loaders.expert_names import spelled_as_ours
-from sdk.loaders.hf_folder import HfFolder
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.states import LayerState, StateBatch
+from sdk.kernels.weights.layouts import Dense
+from sdk.loaders.folders.expert_names import spelled_as_ours
+from sdk.loaders.folders.hf_folder import HfFolder
 from sdk.loaders.qkv_rows import delta_rows
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model
-from sdk.models.config_keys import FIXED, read_keys
+from sdk.models.configs.keys import FIXED, read_keys
 from sdk.models.decoder import CausalLM
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache, StateCache

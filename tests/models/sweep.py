@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architecture
 from sdk.models.auto import build_model, read_config

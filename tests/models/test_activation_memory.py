@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdk import LLM
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.memory.demand import MemoryDemand, WeightBytes, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh

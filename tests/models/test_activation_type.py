@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.models.activation_type import activation_type
+from sdk.models.configs.activation_type import activation_type
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LLAMA: dict[str, Any] = {"model_type": "llama"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import pack_weights
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.formats.gguf_types import GGUF_TYPES
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from sdk.kernels.ops import Ops
-from sdk.loaders.hf_folder import complete_config, filled_by_transformers
+from sdk.kernels.operators.ops import Ops
+from sdk.loaders.folders.hf_folder import complete_config, filled_by_transformers
 from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architecture, architectures, states_everything
 from sdk.models.auto import build_model
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import Paged, expected_logits, prompt

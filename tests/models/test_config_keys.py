@@ -21,10 +21,17 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 import sdk
-from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.folders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.architecture import architectures
-from sdk.models.config_keys import FIXED, HARMLESS, check_class, known_keys, read_keys, unknown_keys
+from sdk.models.configs.keys import (
+    FIXED,
+    HARMLESS,
+    check_class,
+    known_keys,
+    read_keys,
+    unknown_keys,
+)
 from sdk.quant.errors import UnsupportedError
 from tests.models.conftest import (
     DictCheckpoint,

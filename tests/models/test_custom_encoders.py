@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sdk import LLM
-from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.folders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.classifier import classifier_of
-from sdk.models.config import ModelConfig
-from sdk.models.config_keys import unknown_keys
+from sdk.models.configs.config import ModelConfig
+from sdk.models.configs.keys import unknown_keys
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_encoders import gguf_of_reference

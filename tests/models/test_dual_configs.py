@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sdk import LLM, CheckpointError, UnsupportedError
-from sdk.loaders.hf_folder import complete_config
-from sdk.models.config import ModelConfig
+from sdk.loaders.folders.hf_folder import complete_config
+from sdk.models.configs.config import ModelConfig
 from tests.dual_models import TEXTS, write_dual
 
 KINDS = {"clip": "clip", "siglip": "siglip"}
@@ -24,7 +24,7 @@ KINDS = {"clip": "clip", "siglip": "siglip"}
 def test_a_config_that_names_types_alone_has_the_defaults_of_transformers(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdk.loaders.hf_folder.filled_by_transformers", None)  # not called
+    monkeypatch.setattr("sdk.loaders.folders.hf_folder.filled_by_transformers", None)  # not called
     given = {
         "model_type": kind,
         "text_config": {"model_type": f"{kind}_text_model"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.adapters import ModelAdapters
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny_encoder
 from tests.models.test_model_adapters import adapter_for, close, merged, with_slots

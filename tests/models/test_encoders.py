@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sdk.loaders.open import open_checkpoint
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
+from sdk.models.configs.score_biases import DistanceBuckets
 from sdk.models.distance_buckets import bucket_of_distances
-from sdk.models.score_biases import DistanceBuckets
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_encoders import FILES, gguf_of_encoder
 from tests.gguf_models import BOOL, F32, STRING, U32, gguf_of, save_gguf

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sdk.kernels.route_rule import RouteRule
-from sdk.loaders.expert_names import first_spelling, spelled_as_ours
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.loaders.folders.expert_names import first_spelling, spelled_as_ours
 from sdk.loaders.model_shapes import check_config
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
-from sdk.models.config import ModelConfig
-from sdk.models.expert_config import ExpertSpec
+from sdk.models.configs.config import ModelConfig
+from sdk.models.configs.experts import ExpertSpec
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
 from tests.models.conftest import (

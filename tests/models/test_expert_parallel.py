@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.model_shapes import num_experts
 from sdk.models.decoder import Decoder
-from sdk.models.expert_placement import Placement
-from sdk.models.moe import ExpertMLP
+from sdk.models.experts.moe import ExpertMLP
+from sdk.models.experts.placement import Placement
 from sdk.models.parallel import Mesh
 from sdk.models.source import Source
 from sdk.quant.errors import CheckpointError

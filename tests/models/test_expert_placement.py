@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from hypothesis import given, strategies as st
 
-from sdk.models.expert_placement import Placement, busiest, place_experts, rebalanced
+from sdk.models.experts.placement import Placement, busiest, place_experts, rebalanced
 from sdk.quant.errors import AlignmentError
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.folders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import gguf_names
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import sdk
-from sdk.loaders.gguf_keys import HARMLESS, NEUTRAL, READ, READ_FOR_EXPERTS, SAME
+from sdk.loaders.gguf_files.keys import HARMLESS, NEUTRAL, READ, READ_FOR_EXPERTS, SAME
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.architecture import architectures

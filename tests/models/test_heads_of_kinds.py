@@ -16,7 +16,7 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7Config
 from transformers.models.step3p7.modeling_step3p7 import Step3p7ForConditionalGeneration
 
 from sdk.loaders.open import open_checkpoint
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.caches import AttentionCache
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf

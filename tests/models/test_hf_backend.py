@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from sdk.kernels.layouts import Affine
-from sdk.kernels.ops import Ops
-from sdk.models.hf_backend import ATTENTION_NAME, HFModel, build_hf_model
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Affine
 from sdk.models.parallel import Mesh
+from sdk.models.transformers_code.backend import ATTENTION_NAME, HFModel, build_hf_model
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import Weight, weight_of
 from tests.models.conftest import (

@@ -15,12 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 import sdk
 from sdk import SamplingParams
 from sdk.kernels.errors import CaptureError
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
-from sdk.models.hf_backend import HFModel
-from sdk.models.hf_known import NormFacts, gated_activation, norm_facts
 from sdk.models.parallel import Mesh
+from sdk.models.transformers_code.backend import HFModel
+from sdk.models.transformers_code.known import NormFacts, gated_activation, norm_facts
 from tests.models.conftest import TINY, checkpoint_of, prompt, tiny
 from tests.models.sweep import configs_of, random_model
 from tests.models.test_model_graph import Steps
@@ -93,7 +93,7 @@ class Wrapped(nn.Module):
 def test_a_model_that_cannot_be_recorded_says_why_and_runs(
     change: Any, words: str, ops: Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sdk.models.hf_backend as backend
+    import sdk.models.transformers_code.backend as backend
 
     proof = backend.unrecorded_reason
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from sdk.kernels.layouts import Affine, Float8
+from sdk.kernels.weights.layouts import Affine, Float8
 from sdk.loaders.open import open_checkpoint
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.head_projection import HeadProjection
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import Weight, weight_of

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import sdk
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.auto import build_model
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache

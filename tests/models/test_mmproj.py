@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sdk.images.processors import image_processor
-from sdk.kernels.ops import Ops
-from sdk.loaders.gguf_checkpoint import GgufCheckpoint
-from sdk.loaders.gguf_reader import read_gguf
-from sdk.loaders.mmproj import Mmproj
+from sdk.kernels.operators.ops import Ops
+from sdk.loaders.gguf_files.checkpoint import GgufCheckpoint
+from sdk.loaders.gguf_files.mmproj import Mmproj
+from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.models.vision.anyres import packed_tokens

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
 from sdk.loaders.adapters.peft_folder import renamer
 from sdk.loaders.open import open_checkpoint
 from sdk.models.adapters import EMBEDDING, ModelAdapters

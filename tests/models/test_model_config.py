@@ -9,7 +9,7 @@ import pytest
 
 from sdk.models.architecture import LayerRules, architecture
 from sdk.models.auto import model_type, read_config
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.models.rope import RopeSpec, inverse_frequencies
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.conftest import tiny
@@ -302,6 +302,6 @@ def test_an_activation_with_numbers_of_its_own_has_no_place_beside_a_gate(
     known = architecture("apertus")
     assert known is not None
     gated = known._replace(layer=LayerRules())
-    monkeypatch.setattr("sdk.models.config.architecture", lambda name: gated)
+    monkeypatch.setattr("sdk.models.configs.config.architecture", lambda name: gated)
     with pytest.raises(UnsupportedError, match=r"hidden_act: expected .* found 'xielu'"):
         ModelConfig.from_dict(apertus)

@@ -15,7 +15,7 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import StateCache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine
+from sdk.kernels.weights.layouts import Affine
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError
 from sdk.quant.weight import AffineWeight, Weight

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
 from sdk.models.adapters import ModelAdapters
 from sdk.models.auto import build_model
-from sdk.models.hf_backend import HFModel
 from sdk.models.parallel import Mesh
+from sdk.models.transformers_code.backend import HFModel
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import DenseWeight, StackedWeight, Weight
 from tests.models.conftest import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels.ops import Ops
-from sdk.models.config import ModelConfig
+from sdk.kernels.operators.ops import Ops
+from sdk.models.configs.config import ModelConfig
 from sdk.models.rope import Rope, RopeSpec, inverse_frequencies
 from tests.models.conftest import Paged, checkpoint_of, expected_logits, prompt, tiny
 

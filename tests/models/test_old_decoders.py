@@ -23,8 +23,8 @@ from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.integer_layers import gptq_tensors
 from sdk.loaders.writers.peft_writer import random_adapter_for
 from sdk.models.alibi import alibi_slopes
-from sdk.models.config import ModelConfig
-from sdk.models.score_biases import Alibi
+from sdk.models.configs.config import ModelConfig
+from sdk.models.configs.score_biases import Alibi
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.methods.integers import round_to_nearest
 from sdk.quant.spec import QuantSpec

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense
+from sdk.kernels.weights.layouts import Dense
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.hf_writer import _encoding
 from sdk.quant.quantize import quantize_rows, quantize_without_data

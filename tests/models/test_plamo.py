@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.folders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import UnsupportedError

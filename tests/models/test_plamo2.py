@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from sdk import LLM, SamplingParams
-from sdk.loaders.hf_folder import complete_config
+from sdk.loaders.folders.hf_folder import complete_config
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError

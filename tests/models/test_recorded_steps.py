@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sdk import LLM, SamplingParams
 from sdk.models.architecture import architecture
-from sdk.models.config_keys import FIXED, read_keys
+from sdk.models.configs.keys import FIXED, read_keys
 from tests.models.conftest import prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 

@@ -15,7 +15,7 @@ import torch
 
 import sdk
 from sdk.loaders.open import open_checkpoint
-from sdk.models.config import ModelConfig
+from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes

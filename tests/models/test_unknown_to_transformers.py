@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sdk.loaders.expert_names import spelled_as_ours
+from sdk.loaders.folders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import UnsupportedError
 from tests.models.conftest import Paged, expected_logits, prompt, tiny

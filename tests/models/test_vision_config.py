@@ -10,8 +10,8 @@ import pytest
 import transformers
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-from sdk.loaders.hf_folder import complete_config
-from sdk.models.config import ModelConfig
+from sdk.loaders.folders.hf_folder import complete_config
+from sdk.models.configs.config import ModelConfig
 from sdk.models.vision.family import FAMILIES, families, vision_of
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.models.tiny_vision import MODELS

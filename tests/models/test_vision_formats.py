@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.models.vision.tower import build_tower

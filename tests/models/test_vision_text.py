@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sdk
 from sdk import SamplingParams
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.auto import build_model

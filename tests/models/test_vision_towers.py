@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh
@@ -261,7 +261,7 @@ def test_towers_run_without_torch(tmp_path: Path) -> None:
         source = f"""
 import sys
 import numpy as np
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.mlp import MLP
 from sdk.models.parallel import Mesh

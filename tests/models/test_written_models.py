@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import sdk
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh

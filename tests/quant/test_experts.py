@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import CaptureError
-from sdk.kernels.layouts import Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import Dense
 from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import DenseWeight, StackedWeight, Weight

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sdk.kernels.layouts import ActivationScheme, Affine, inputs_of
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.weights.layouts import ActivationScheme, Affine, inputs_of
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.quantize import quantize_without_data
 from sdk.quant.scheme import Scheme

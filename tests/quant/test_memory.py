@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Float8, Layout
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Affine, Blocks, Float8, Layout
 from sdk.quant.weight import weight_of
 
 N, K = 512, 2048

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, Dense, check_layout
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.weights.layouts import Affine, Dense, check_layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.awq import clip_and_round, stretch

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sdk.kernels.context import Compute
-from sdk.kernels.layouts import Affine, Dense
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import pack_codes
+from sdk.kernels.weights.layouts import Affine, Dense
 from sdk.quant.errors import AlignmentError
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import AffineWeight, DenseWeight, StackedWeight, concat

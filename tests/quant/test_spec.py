@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from sdk.kernels.kv_types import scale_group
+from sdk.kernels.kv.kv_types import scale_group
 from sdk.quant.spec import KVSpec, KVTypes, QuantSpec
 
 

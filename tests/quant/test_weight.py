@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Dense, Float8
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
+from sdk.kernels.weights.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Dense, Float8
 from sdk.quant.errors import AlignmentError
 from sdk.quant.weight import (
     AffineWeight,

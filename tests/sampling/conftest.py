@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 
 @pytest.fixture(scope="session", params=["cpu", "reference"])

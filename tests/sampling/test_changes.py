@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 from sdk.api.logprobs import Sampled
 from sdk.api.params import SamplingParams
-from sdk.kernels.ops import Ops
-from sdk.kernels.sampling import SampleBuffers, Shape, join_draws
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import SampleBuffers, Shape, join_draws
 from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve

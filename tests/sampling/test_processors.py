@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.params import SamplingParams
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve

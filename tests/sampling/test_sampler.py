@@ -13,7 +13,7 @@ import torch
 from sdk.api.errors import RequestError
 from sdk.api.logprobs import Sampled
 from sdk.api.params import SamplingParams
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.sampling.draws import Draw
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.sampler import Sampler

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
 from sdk.api.params import SamplingParams
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.sampling import Draws, join_draws
 from sdk.kernels.reference.sampling import keep_first, truncate
-from sdk.kernels.sampling import Draws, join_draws
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import XTC, uniform

@@ -13,7 +13,7 @@ import pytest
 
 from sdk import LLM, RequestError, SamplingParams
 from sdk.api.structured_params import StructuredOutputsParams
-from sdk.kernels.mask_tasks import MaskTasks
+from sdk.kernels.operators.mask_tasks import MaskTasks
 from sdk.structured.answer import StructuredAnswer
 from sdk.structured.compiler import GrammarCompiler
 from sdk.structured.library import mask_functions

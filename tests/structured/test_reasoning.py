@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sdk.api.structured_params import StructuredOutputsParams
-from sdk.kernels.mask_tasks import MaskTasks
+from sdk.kernels.operators.mask_tasks import MaskTasks
 from sdk.structured.answer import Phase, StructuredAnswer
 from sdk.structured.compiler import GrammarCompiler
 from sdk.structured.library import mask_functions

@@ -320,8 +320,8 @@ BOMBS = {
 
 
 def main(limit: int) -> None:
-    from sdk.loaders import template_budget
-    from sdk.loaders.chat_template import ChatTemplate, TemplateError
+    from sdk.loaders.templates import budget as template_budget
+    from sdk.loaders.templates.chat_template import ChatTemplate, TemplateError
 
     template_budget.MAX_SECONDS = SECONDS
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders import template_budget
-from sdk.loaders.chat_template import MAX_DEPTH, ChatTemplate, TemplateError
+from sdk.loaders.templates import budget as template_budget
+from sdk.loaders.templates.chat_template import MAX_DEPTH, ChatTemplate, TemplateError
 
 LAUGHS: Any = "ha"
 for _ in range(30):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from sdk.loaders.chat_template import ControlTextGuard, TemplateError
+from sdk.loaders.templates.chat_template import ControlTextGuard, TemplateError
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.hf import JsonTokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sdk.loaders.chat_template import ChatTemplate, TemplateError
+from sdk.loaders.templates.chat_template import ChatTemplate, TemplateError
 from tests.text.conftest import read_metadata
 from tests.text.known_templates import KNOWN
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.chat_template import TemplateError
+from sdk.loaders.templates.chat_template import TemplateError
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

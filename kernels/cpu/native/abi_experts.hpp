@@ -3,7 +3,7 @@
 
 #include "abi_weights.hpp"
 
-// What makes scores of logits: `GATES` of kernels/route_rule.py, which says what each one is.
+// What makes scores of logits: `GATES` of kernels/operators/route_rule.py, which says what each one is.
 enum RouteGate {
     kRouteSoftmax = 0,
     kRouteSigmoid = 1,
@@ -14,7 +14,7 @@ enum RouteGate {
 enum { kMaxScored = 1024 };  // experts, unless the rule is a softmax alone
 
 // The k best of `experts` experts of each token, best first, and their weights: `RouteRule` of
-// kernels/route_rule.py.
+// kernels/operators/route_rule.py.
 struct RouteArgs {
     const float* logits;  // [T, experts]
     const float* bias;    // [experts], added to the scores for the choice alone; null: none

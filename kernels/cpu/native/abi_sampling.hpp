@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// How one row's token is chosen; kernels/sampling.py explains the numbers. Temperature 0 is the
+// How one row's token is chosen; kernels/operators/sampling.py explains the numbers. Temperature 0 is the
 // argmax, whatever the others are.
 struct Draw {
     double temperature, min_p, typical_p, top_p;
@@ -14,7 +14,7 @@ struct Draw {
     double uniform;        // in [0, 1)
 };
 
-// One way in which the logits of a row change: kernels/sampling.py.
+// One way in which the logits of a row change: kernels/operators/sampling.py.
 enum ChangeKind { kAdd = 0, kPenalize = 1, kForbid = 2, kForce = 3, kChangeKinds = 4 };
 
 struct Change {

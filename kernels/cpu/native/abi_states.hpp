@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-// The states that the requests of a step begin with and leave: kernels/states.py. The tokens of a request
+// The states that the requests of a step begin with and leave: kernels/operators/states.py. The tokens of a request
 // are query_start[r]..query_start[r + 1].
 struct StateRows {
     const int32_t* query_start;

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 // Element types of scales, minima, pages and dense values; those of pages are also in
-// kernels/kv_types.py (cpu_element). kLow4 and kHigh4, for scales and minima only, are the two halves
+// kernels/kv/kv_types.py (cpu_element). kLow4 and kHigh4, for scales and minima only, are the two halves
 // of one byte (q2_k stores both there). kE8M0, for scales, is a power of two.
 // kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
 // d - D / 2.

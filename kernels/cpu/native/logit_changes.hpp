@@ -1,4 +1,4 @@
-// The changes to one row of logits before its token is drawn: kernels/sampling.py explains them.
+// The changes to one row of logits before its token is drawn: kernels/operators/sampling.py explains them.
 #pragma once
 
 #include "logits_row.hpp"

@@ -1,4 +1,4 @@
-// Converts between the canonical tensors of kernels/layouts.py and the tiles of bit_planes.hpp.
+// Converts between the canonical tensors of kernels/weights/layouts.py and the tiles of bit_planes.hpp.
 #pragma once
 
 #include <stddef.h>

@@ -1,6 +1,6 @@
 // Converts keys and values to the elements of a page: floats, or codes with scales.
 //
-// kernels/kv_types.py and reference/page_codes.py define the same numbers.
+// kernels/kv/kv_types.py and reference/page_codes.py define the same numbers.
 #pragma once
 
 #include "abi.hpp"

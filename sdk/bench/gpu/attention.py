@@ -14,8 +14,8 @@ from sdk.bench.gpu.card import Card, expect_close
 from sdk.bench.gpu.rows import Finding, ratio, share, without
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
 from sdk.kernels.reference.attention import Attention as Reference
 from sdk.quant.spec import KVSpec
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdk.bench.gpu.card import Card
 from sdk.bench.gpu.weights import affine, blocks
-from sdk.kernels.layouts import BLOCK_TYPES, Dense
+from sdk.kernels.weights.layouts import BLOCK_TYPES, Dense
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from sdk.bench.gpu.card import Card, expect_close
 from sdk.bench.gpu.rows import Finding, ratio, share, without
 from sdk.bench.gpu.weights import Weights, affine, blocks, float8, table
-from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.reference.decode import unpack_codes
+from sdk.kernels.weights.layouts import BLOCK_TYPES
 
 GROUP = 128
 #: Tokens -> floor and goal in % of the copy bandwidth, and relative to cuBLAS.

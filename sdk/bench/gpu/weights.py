@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from sdk.bench.gpu.card import Card, expect_close
-from sdk.kernels.layouts import (
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
+from sdk.kernels.reference.linear import slice_rows
+from sdk.kernels.registry import linear_problem
+from sdk.kernels.weights.layouts import (
     BLOCK_TYPES,
     ActivationScheme,
     Affine,
@@ -18,10 +22,6 @@ from sdk.kernels.layouts import (
     Layout,
     inputs_of,
 )
-from sdk.kernels.reference.decode import decode
-from sdk.kernels.reference.fake_quantize import fake_quantize
-from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.registry import linear_problem
 
 #: Offsets of the float16 scales in a block; its other bytes may be anything.
 _SCALES_AT = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_0": (0,), "q8_0": (0,)}

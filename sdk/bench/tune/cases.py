@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sdk.kernels.gpu.byte_rows import ByteRows
 from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
-from sdk.kernels.ops import Ops
-from sdk.kernels.routes import Routes
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.routes import Routes
 
 if TYPE_CHECKING:
     from sdk.bench.gpu.card import Card

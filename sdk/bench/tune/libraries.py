@@ -212,7 +212,7 @@ def humming_contest(card: Card, case: Case, measured: Callable[[], Tuning]) -> C
 
 def grouped_contest(card: Card, count: int, used: int, n: int, k: int) -> Contest:
     from sdk.kernels.gpu import grouped_mm
-    from sdk.kernels.layouts import Dense
+    from sdk.kernels.weights.layouts import Dense
 
     dtype = str(card.activations).removeprefix("torch.")
     fields = {"type": dtype, "n": n, "k": k}

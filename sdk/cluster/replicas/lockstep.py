@@ -1,4 +1,4 @@
-"""What replicas that run in lockstep share: see :mod:`sdk.models.lockstep`."""
+"""What replicas that run in lockstep share: see :mod:`sdk.models.experts.lockstep`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sdk.loading.load import ModelFacts
-    from sdk.models.lockstep import Lockstep
+    from sdk.models.experts.lockstep import Lockstep
 
 _WORD = 8
 #: Seconds until all of them have started.
@@ -89,7 +89,7 @@ class LockstepStart:
         """
         from sdk.kernels.cpu.rank_group import SharedGroup
         from sdk.memory.demand import lockstep_floats
-        from sdk.models.lockstep import Lockstep
+        from sdk.models.experts.lockstep import Lockstep
 
         group = SharedGroup(
             self._folder,

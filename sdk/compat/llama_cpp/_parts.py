@@ -77,7 +77,7 @@ def token_ids(name: str, tokens: object) -> list[int]:
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The numbers and texts of a GGUF file's header; empty for other files."""
-    from sdk.loaders.gguf_reader import read_gguf
+    from sdk.loaders.gguf_files.reader import read_gguf
 
     if path.suffix != ".gguf":
         return {}

@@ -193,7 +193,7 @@ class Llama(LlamaTokens):
 
         The other parts of a split model are downloaded too, so ``additional_files`` has no effect.
         """
-        from sdk.loaders.hub import HubAccess
+        from sdk.loaders.hub.hub import HubAccess
         from sdk.loaders.open import locate
 
         folder = local_dir if local_dir is not None else cache_dir

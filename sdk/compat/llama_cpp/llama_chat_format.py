@@ -17,7 +17,7 @@ from sdk.compat.llama_cpp._vision import (
     Qwen25VLChatHandler,
 )
 from sdk.compat.llama_cpp.llama import Llama, StoppingCriteriaList
-from sdk.loaders.chat_template import ChatTemplate
+from sdk.loaders.templates.chat_template import ChatTemplate
 
 
 class LlamaChatCompletionHandler(Protocol):

@@ -37,7 +37,7 @@ from sdk.engine.rank.kv_transfer import (
 from sdk.engine.rank.page_rows import joined_rows, read_rows, write_rows
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler import Scheduler
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.tiers import page_tier
 from sdk.quant.spec import KVSpec
 
 #: Tokens of one layer that are sent to or from a rank at a time: 64 MiB with 8 heads of 128 in

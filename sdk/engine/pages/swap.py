@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey
 from sdk.engine.plan import Copy, Swap
-from sdk.kernels.kv_tiers import page_id, page_tier
+from sdk.kernels.kv.tiers import page_id, page_tier
 
 logger = logging.getLogger("sdk")
 

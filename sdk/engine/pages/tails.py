@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from sdk.engine.pages.page_pool import PageKey, PagePool, page_key
 from sdk.engine.scheduling.request import Request
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.tiers import page_tier
 
 #: Pages kept of requests that have ended. More would only touch more memory: the next step of a
 #: beam comes at once.

@@ -30,7 +30,7 @@ from sdk.engine.pages.page_pool import PageKey, PagePool
 from sdk.engine.plan import Move, StepPlan
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
-from sdk.kernels.kv_tiers import page_id, page_tier
+from sdk.kernels.kv.tiers import page_id, page_tier
 from sdk.quant.spec import KVSpec
 
 

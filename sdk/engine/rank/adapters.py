@@ -8,7 +8,7 @@ from typing import Protocol
 from sdk.api.errors import OutOfMemoryError, RequestError, SdkError
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.adapters import ModelAdapters, PackedAdapter
 from sdk.models.decoder import CausalLM
 from sdk.quant.adapter import Adapter, LowRank

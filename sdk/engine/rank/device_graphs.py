@@ -16,10 +16,10 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.run_ahead import InFlightStep, ReadbackBuffers, RunAhead
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Repeater
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.card import Card
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.sampling import Tokens
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.sampling import Tokens
 from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs
 
 _SEVERAL_RANKS = "several ranks launch no step ahead"

@@ -30,10 +30,10 @@ from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import DraftingWeights, RunnerConfig
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.strategy import LaunchedBatch, Strategy
-from sdk.kernels.batch import WorkShape
 from sdk.kernels.errors import CaptureError
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.batch import WorkShape
+from sdk.kernels.operators.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.drafting_heads import DraftingHead, HeadConfig, ModelEnds, build_head

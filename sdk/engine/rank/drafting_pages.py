@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sdk.engine.plan import Copy, Duplicate, Move
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.request import RankRequest
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 
 
 class _Page(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.system import SYSTEM
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.expert_parallel import ExpertShare
-from sdk.models.expert_placement import Placement
-from sdk.models.moe import ExpertArrival, ExpertMLP
+from sdk.models.experts.moe import ExpertArrival, ExpertMLP
+from sdk.models.experts.parallel import ExpertShare
+from sdk.models.experts.placement import Placement
 from sdk.models.parallel import Mesh
 from sdk.models.source import Source
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint

@@ -8,13 +8,13 @@ from typing import Any
 
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Exchange, Graph
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.lockstep import Lockstep
+from sdk.models.experts.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.sampling.extra_rows import scored_rows
 

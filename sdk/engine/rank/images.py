@@ -18,7 +18,7 @@ from sdk.engine.scheduling.tower_limits import BLOCK_ROWS
 from sdk.kernels.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
     from sdk.models.vision.config import VisionConfig
     from sdk.models.vision.tower import Tower, TowerRun
 

@@ -12,10 +12,10 @@ import numpy as np
 from sdk.engine.plan import Copy, Move, StateSave, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
-from sdk.kernels.batch import AttentionBatch, WorkShape
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.sampling import SampleBuffers
-from sdk.kernels.states import StateBatch
+from sdk.kernels.operators.batch import AttentionBatch, WorkShape
+from sdk.kernels.operators.sampling import SampleBuffers
+from sdk.kernels.operators.states import StateBatch
 from sdk.structured.library import mask_functions
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.states import LayerState, StateBatch
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.states import LayerState, StateBatch
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.quant.spec import KVSpec
 

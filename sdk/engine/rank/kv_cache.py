@@ -13,13 +13,13 @@ from sdk.engine.plan import Copy, Duplicate, Frames, StateCopy, Swap
 from sdk.engine.rank.cache_memory import CacheMemory
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.rank.swap_storage import SwapStorage
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import KEPT_PAGES, page_tier
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.recoder import page_recoder
+from sdk.kernels.kv.tiers import KEPT_PAGES, page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.ops import Ops
-from sdk.kernels.page_recoder import page_recoder
-from sdk.kernels.states import LayerState
-from sdk.models.config import ModelConfig
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.operators.states import LayerState
+from sdk.models.configs.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import AttentionCache, Cache, StateCache, tokens_in_window, window_groups
 from sdk.quant.spec import KVSpec, KVTypes

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.kv.tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.caches import StateCache

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdk.engine.rank.kv_transfer import INTS, Bytes, LayerKV, read_layer, write_layer
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.quant.spec import KVSpec
 

@@ -11,12 +11,12 @@ from sdk.engine.rank.forward import Compiling
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.classifier import Classifier, classifier_of, read_score_head
 from sdk.models.classifier_heads import has_layers, with_layers
 from sdk.models.decoder import CausalLM, Decoder
-from sdk.models.lockstep import Lockstep
+from sdk.models.experts.lockstep import Lockstep
 from sdk.models.parallel import Mesh
 from sdk.models.parts import Matrix, Tensors
 from sdk.quant.checkpoint import Checkpoint

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sdk.engine.rank.cache_memory import CacheMemory
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.states import LayerState
+from sdk.kernels.operators.states import LayerState
 from sdk.quant.caches import StateCache, StatePart, scales_of
 
 #: The largest number of a row is in [2^14, 2^15) after it was divided.

@@ -20,7 +20,7 @@ from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.card import Card
 from sdk.kernels.lazy_torch import Tensor, torch
-from sdk.kernels.sampling import Tokens
+from sdk.kernels.operators.sampling import Tokens
 from sdk.kernels.sized_graphs import StepGraphs
 from sdk.sampling.state import SamplerState
 from sdk.sampling.uniform import TOKEN

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.kernels.context import Compute
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_tiers import KEPT_PAGES
-from sdk.kernels.offload import Offload, OnDisk, OnHost
-from sdk.kernels.ops import Ops
+from sdk.kernels.kv.tiers import KEPT_PAGES
+from sdk.kernels.operators.ops import Ops
 from sdk.kernels.sized_graphs import MOST_TOKENS
+from sdk.kernels.weights.offload import Offload, OnDisk, OnHost
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ class DraftingWeights:
 
     def open(self) -> Checkpoint:
         """Open the files, with online quantization if ``quantization`` is set."""
-        from sdk.loaders.head_folder import open_head
+        from sdk.loaders.folders.head_folder import open_head
 
         own_files = self.head is None or self.head.block
         opened = open_checkpoint(self.model, mmproj=False) if own_files else open_head(self.model)

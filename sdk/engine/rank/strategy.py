@@ -11,7 +11,7 @@ from typing import Protocol
 
 from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.lazy_torch import Tensor
-from sdk.kernels.sampling import Tokens
+from sdk.kernels.operators.sampling import Tokens
 
 
 class LaunchedBatch:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sdk.engine.pages.disk_space import reserved_file
 from sdk.engine.plan import Swap
-from sdk.kernels.kv_tiers import page_tier
+from sdk.kernels.kv.tiers import page_tier
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.system import SYSTEM
 

@@ -11,7 +11,7 @@ from sdk.engine.pages.frames import WindowGroup as WindowGroup
 from sdk.engine.pages.states import StateSlots as StateSlots
 from sdk.engine.scheduling.tower_limits import TowerLimits
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv_tiers import KEPT_PAGES
+from sdk.kernels.kv.tiers import KEPT_PAGES
 
 #: With this many tokens, reading the weights once takes a tenth of a step on a CPU
 #: (sdk/requests/driving/step_sizes.py).

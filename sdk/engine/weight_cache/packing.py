@@ -13,7 +13,7 @@ from sdk.api.errors import OutOfMemoryError
 from sdk.engine.rank.experts import unused_tensors
 from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.engine.weight_cache.store import WeightStore, weight_store
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint

@@ -21,13 +21,13 @@ from sdk.engine.weight_cache.folder import WEIGHTS, opened, weights_folder
 from sdk.engine.weight_cache.index import DamagedError, Index
 from sdk.engine.weight_cache.weights_key import weights_key
 from sdk.engine.weight_cache.writer import NotKept, WeightWriter
-from sdk.kernels.bound import BoundLinear
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.packed_record import bound_of, record_of, tensor_of
 from sdk.kernels.cpu.weight_map import PIECE, WeightMap
 from sdk.kernels.errors import KernelError
 from sdk.kernels.lazy_torch import torch
-from sdk.kernels.ops import Ops
+from sdk.kernels.operators.ops import Ops
+from sdk.kernels.weights.bound import BoundLinear
 from sdk.models.architecture import architecture
 from sdk.models.auto import model_type
 from sdk.models.parallel import Mesh

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sdk.kernels.cpu.library
-import sdk.kernels.ops
+import sdk.kernels.operators.ops
 import sdk.loaders.open
 import sdk.models.source
 import sdk.quant.weight
@@ -23,7 +23,7 @@ from sdk.models.parallel import Mesh
 #: Of the file (store.py); what is packed where is in :func:`_build`.
 LAYOUT = 1
 #: Folders whose code decides what is packed.
-_CODE = (sdk.kernels.ops, sdk.quant.weight, sdk.loaders.open, sdk.models.source)
+_CODE = (sdk.kernels.operators.ops, sdk.quant.weight, sdk.loaders.open, sdk.models.source)
 
 
 def weights_key(path: Path, config: RunnerConfig, mesh: Mesh, level: str) -> str:

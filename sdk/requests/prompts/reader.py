@@ -435,7 +435,9 @@ class PromptReader:
 
     def template_of(self, options: ChatOptions) -> str | None:
         """The source of a conversation's chat template, if the model has one."""
-        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
+        from sdk.loaders.templates.chat_template import (
+            TemplateError,  # loaded with the first conversation
+        )
 
         try:
             return self.need_tokenizer("chat").template_source(
@@ -515,7 +517,9 @@ class PromptReader:
         limit: int,
     ) -> list[int]:
         """:raises TooManyTokens: the conversation has more than ``limit`` tokens."""
-        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
+        from sdk.loaders.templates.chat_template import (
+            TemplateError,  # loaded with the first conversation
+        )
 
         more: dict[str, Any] = {}
         if self.images is not None and images:

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from machine_code import Source, answer, launches
 
 from sdk.engine.rank.kv_cache import KVCache
-from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import (
     attention,
     elementwise,
@@ -37,15 +36,16 @@ from sdk.kernels.gpu import (
     sampling,
     states,
 )
-from sdk.kernels.head_norms import HeadNorms
-from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.low_rank import Shape
-from sdk.kernels.mlp_activations import ALWAYS_GATED
-from sdk.kernels.norm import Norm
+from sdk.kernels.kv.pages import KVPages
+from sdk.kernels.operators.batch import AttentionBatch
+from sdk.kernels.operators.head_norms import HeadNorms
+from sdk.kernels.operators.low_rank import Shape
+from sdk.kernels.operators.mlp_activations import ALWAYS_GATED
+from sdk.kernels.operators.norm import Norm
+from sdk.kernels.operators.route_rule import RouteRule
+from sdk.kernels.operators.routes import TILE_ROWS, Routes, tiles_at
+from sdk.kernels.operators.states import RwkvKeys, StateBatch
 from sdk.kernels.packed_shapes import PackedShapes
-from sdk.kernels.route_rule import RouteRule
-from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at
-from sdk.kernels.states import RwkvKeys, StateBatch
 from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 from tests.gpu.aot.sweep import BIASED, BOTH_WAYS, LATENT
@@ -58,7 +58,7 @@ DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m
 
 
 def short_of(target: str) -> torch.dtype:
-    """What ``models/activation_type.py`` chooses for most models."""
+    """What ``models/configs/activation_type.py`` chooses for most models."""
     return torch.float16 if target == "sm_75" else torch.bfloat16
 
 

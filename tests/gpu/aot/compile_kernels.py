@@ -45,8 +45,8 @@ from sdk.kernels.gpu.linear_as_file import (  # noqa: E402
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.shares import Sharing  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, DOUBLED, Tuning  # noqa: E402
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
-from sdk.kernels.routes import TILE_ROWS, Routes, tiles_at  # noqa: E402
+from sdk.kernels.operators.routes import TILE_ROWS, Routes, tiles_at  # noqa: E402
+from sdk.kernels.weights.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 
 #: Programs of a large card: a rule for tiles that shares columns.
 _PROGRAMS = 528

@@ -25,7 +25,7 @@ LISTED = """
     sys.path.insert(0, sys.argv[1])
     import cache_listing as made
     import torch
-    from sdk.kernels.ops import Ops
+    from sdk.kernels.operators.ops import Ops
 
     def listed():
         with made.listing() as found, made.zeros(), made.kernels_on_cpu_tensors():
