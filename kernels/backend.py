@@ -36,7 +36,8 @@ class Problem:
     out_features: int = 0
     activation_bits: int = 8
     inputs: str = ""
-    #: Whether activations may be rounded to bfloat16: see :meth:`sdk.kernels.operators.ops.Ops.rounding`.
+    #: Whether activations may be rounded to bfloat16: see
+    #: :meth:`sdk.kernels.operators.ops.Ops.rounding`.
     rounded: bool = False
     dtype: str = "float32"
     head_dim: int = 0
@@ -67,8 +68,9 @@ class LinearKernel(Implementation, Protocol):
     def unpack(self, packed: Any) -> Layout:
         """The inverse of :meth:`pack`, bit for bit."""
 
-    #: Whether products take an ``activation`` (:data:`sdk.kernels.operators.ops.Activation`): the weight has
-    #: the rows of gate, then those of up, and the result is ``act(gate) * up``, half as wide.
+    #: Whether products take an ``activation`` (:data:`sdk.kernels.operators.ops.Activation`): the
+    #: weight has the rows of gate, then those of up, and the result is ``act(gate) * up``, half as
+    #: wide.
     gates: bool
 
     def rounding(self, packed: Any) -> Rounding | None:
@@ -82,7 +84,8 @@ class LinearKernel(Implementation, Protocol):
 
     def pack_pieces(self, rows: int, pieces: Iterable[Layout]) -> Any:
         """:meth:`pack` of ``Dense`` or ``Blocks`` that come some rows at a time: a multiple of
-        :data:`sdk.kernels.weights.layouts.PIECE_ROWS`, except for the last ones. ``rows``: of all."""
+        :data:`sdk.kernels.weights.layouts.PIECE_ROWS`, except for the last ones. ``rows``: of
+        all."""
 
     #: Whether ``rows`` takes ``part`` (:meth:`sdk.kernels.weights.bound.BoundLinear.rows`).
     reads_parts: bool
@@ -135,7 +138,8 @@ class Backend(Protocol):
     #: Whether the keys of a page and head are stored as ``[head_dim][page_size]``. Otherwise they
     #: are ``[page_size][head_dim]``, like the values (``KVPages``).
     keys_transposed: bool
-    #: Whether it multiplies bfloat16 faster than float32: see :meth:`sdk.kernels.operators.ops.Ops.rounding`.
+    #: Whether it multiplies bfloat16 faster than float32: see
+    #: :meth:`sdk.kernels.operators.ops.Ops.rounding`.
     multiplies_bf16: bool
     #: Bytes of packed weights that are not in the memory of the device.
     offloaded: int

@@ -113,7 +113,7 @@ class Context:
     def kernel(self, op: str, like: Sequence[Any] = (), **fields: Any) -> Any:
         """The implementation of an operator for a problem, chosen at its first use.
 
-        ``like``: what it will run on, for its case in ``answer_cases.py``.
+        ``like``: what it will run on, for its case in ``known_answers/cases.py``.
         """
         problem = Problem(op, compute=self.compute, **fields)
         found = self._chosen.get(problem)

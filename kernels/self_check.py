@@ -7,7 +7,7 @@ weight is used, and the layer's report gives the reason. Checks of a 135M model 
 
 On a card other kernels multiply more tokens, up to the library that gets a dequantized weight.
 They are checked once for each kind of weight, and what is right is written down
-(``known_answers.py``).
+(``known_answers/check.py``).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class ConfigRules(NamedTuple):
     ``shared_experts``: their number, where the code fixes it.
     ``biases``: the projections with biases; ``None``: ``attention_bias`` says it of all four of
     attention, ``mlp_bias`` of the MLP's.
-    ``causal``: see :class:`sdk.models.configs.config.ModelConfig`; a config may still say otherwise.
+    ``causal``: see :class:`sdk.models.configs.config.ModelConfig`; a config may say otherwise.
     ``norm_eps``: the key of the eps of norms, or the eps itself where the code fixes it.
     ``parallel_blocks``: whether attention and MLP of a layer read the same sum, and both are added
     to it; ``None``: they come one after the other. ``one_norm``: whether parallel blocks read one
@@ -449,7 +449,7 @@ class GgufRules(NamedTuple):
     file cannot express.
     ``expert_gating``: the ``expert_gating_func`` that the model computes. 1: a softmax over all
     experts, 2: sigmoids, 3: a softmax over the chosen ones; several if ``read`` tells them apart.
-    ``keys``: metadata that ``read`` and ``slides`` read, besides those in loaders/gguf_files/keys.py.
+    ``keys``: metadata that ``read`` and ``slides`` read, besides loaders/gguf_files/keys.py.
     ``slides``: sliding layers have the scaling of the others ("scaled") or none ("plain"), and the
     base ``rope.freq_base_swa`` if a file has it. ``None``: there are none, or ``read`` does it.
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.

@@ -94,7 +94,8 @@ class Rope:
         shifts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``, or ``[T, 0]`` if
-        nothing turns. ``axes``, ``shifts``: see :meth:`sdk.kernels.operators.ops.Ops.rope_angles`."""
+        nothing turns. ``axes``, ``shifts``: see
+        :meth:`sdk.kernels.operators.ops.Ops.rope_angles`."""
         return ops.rope_angles(positions, self.inv_freq, self.attention_factor, axes, shifts)
 
 

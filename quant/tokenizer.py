@@ -211,7 +211,8 @@ class Tokenizer(Protocol):
         ``continue_final_message``: the text ends with the last message, without its end-of-turn
         token and without a generation prompt.
 
-        :raises TemplateError: (``sdk.loaders.templates.chat_template``) bad messages, a missing or broken
+        :raises TemplateError: (``sdk.loaders.templates.chat_template``) bad messages, a missing or
+        broken
             template, or one that exceeds its budget of time or output.
         """
         ...

@@ -16,8 +16,8 @@ class Event:
 
 
 class Streams:
-    """See :class:`sdk.kernels.weights.host_layers.Copies`. Every call is a moment of the computing stream,
-    which has run up to ``now``; the copying one knows that it ran up to ``seen``."""
+    """See :class:`sdk.kernels.weights.host_layers.Copies`. Every call is a moment of the computing
+    stream, which has run up to ``now``; the copying one knows that it ran up to ``seen``."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.now = self.seen = 0

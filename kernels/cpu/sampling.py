@@ -13,8 +13,8 @@ from sdk.kernels.operators.sampling import Draws, SampleBuffers
 class Sample:
     """See :meth:`sdk.kernels.operators.ops.Ops.sample`.
 
-    Agrees with the reference as :mod:`sdk.kernels.operators.sampling` says; weights below e^-87.3 of the
-    best are 0. A row's token is the same at every AVX level.
+    Agrees with the reference as :mod:`sdk.kernels.operators.sampling` says; weights below e^-87.3
+    of the best are 0. A row's token is the same at every AVX level.
     """
 
     name = "cpu.sample"

@@ -110,7 +110,8 @@ class GatedDelta:
 
 
 class Rwkv:
-    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`; natively a delta rule with more."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`; natively a delta rule with
+    more."""
 
     name = "cpu.rwkv"
 
@@ -166,8 +167,8 @@ class Rwkv:
 
 
 class StateSpace:
-    """See :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`; with ``by_row``, ``selective_scan``, which is
-    one head whose rows differ to the native code."""
+    """See :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`; with ``by_row``,
+    ``selective_scan``, which is one head whose rows differ to the native code."""
 
     def __init__(self, runtime: NativeRuntime, *, by_row: bool = False) -> None:
         self._runtime, self._by_row = runtime, by_row

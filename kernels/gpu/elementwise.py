@@ -315,7 +315,8 @@ class Map:
 
 
 class SelectRows:
-    """See :meth:`sdk.kernels.operators.ops.Ops.select_rows`; rows that do not exist become zeros."""
+    """See :meth:`sdk.kernels.operators.ops.Ops.select_rows`; rows that do not exist become
+    zeros."""
 
     name = "gpu.select_rows"
 

@@ -1,9 +1,10 @@
 """Norms, with and without the residual addition, and with the result as codes for a product of
 bytes: one pass over the rows.
 
-:class:`sdk.kernels.operators.norm.Norm` says what is computed, in float32; must match ``reference/norm.py``
-to 1e-6 of the row's largest value before it is rounded to the type of ``out``. The residual is
-float32. A program owns whole rows, so a row's result does not depend on the others.
+:class:`sdk.kernels.operators.norm.Norm` says what is computed, in float32; must match
+``reference/norm.py`` to 1e-6 of the row's largest value before it is rounded to the type of
+``out``. The residual is float32. A program owns whole rows, so a row's result does not depend on
+the others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 On the GPU a page's keys and values of one head are both ``[page_size][head_dim]`` in memory, so
 that the threads of a warp read one key in pieces of 16 bytes. (On the CPU keys are transposed:
 there neighbouring keys are the lanes of a vector.) Types, scales and their groups are those of
-``KVPages`` and ``kv_types.py``.
+``KVPages`` and ``kv/kv_types.py``.
 """
 
 from __future__ import annotations

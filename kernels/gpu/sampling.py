@@ -1,8 +1,8 @@
 """Samples one token per row of logits, without sorting and without waiting for the host.
 
-The definition is :mod:`sdk.kernels.operators.sampling`, the reference ``reference/sampling.py``. Weights are
-float32 exponentials summed in float64, so tokens differ only if a draw or the mass of a truncation
-is within 1e-7 of a boundary.
+The definition is :mod:`sdk.kernels.operators.sampling`, the reference ``reference/sampling.py``.
+Weights are float32 exponentials summed in float64, so tokens differ only if a draw or the mass of a
+truncation is within 1e-7 of a boundary.
 
 Launches, in stream order, with a program for each chunk of each row if nothing else is said:
 

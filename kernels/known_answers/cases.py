@@ -1,4 +1,4 @@
-"""The inputs of known-answer checks, one case for each operator: see ``known_answers.py``.
+"""The inputs of known-answer checks, one case for each operator: see ``check.py``.
 
 A case runs a kernel at a :class:`Place` and returns what it wrote: ``(what, values, limit)``. It
 runs twice, with the same numbers: the kernel that is checked on the card, in the activations' type,

@@ -4,7 +4,7 @@ A compiler or driver can make a wrong kernel that no test on another machine sho
 engine chooses a kernel for an operator (:meth:`sdk.kernels.context.Context.kernel`), the kernel
 runs on small inputs of the same types, widths and strides as those that it is chosen for, and the
 result is compared with that of the reference on the CPU. What is right is written down
-(``answer_file.py``), so that the next engine on this card with this driver, Triton and torch
+(``file.py``), so that the next engine on this card with this driver, Triton and torch
 launches nothing. A kernel that is wrong is replaced by the next one that accepts the problem. So
 is, in the next process, one that hung or ended the process that checked it.
 
@@ -147,7 +147,7 @@ def _compared(found: Found, right: Found, exact: bool) -> Answer:
     return Answer(most)
 
 
-#: The largest distance with ``compute="exact"``: see ``answer_cases.py``.
+#: The largest distance with ``compute="exact"``: see ``cases.py``.
 EXACT = 2.0**-11
 
 

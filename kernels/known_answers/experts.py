@@ -1,4 +1,4 @@
-"""The known-answer check of the product of a layer's experts: see ``known_answers.py``."""
+"""The known-answer check of the product of a layer's experts: see ``check.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known-answer cases of operators that use KV pages: see ``answer_cases.py``.
+"""Known-answer cases of operators that use KV pages: see ``cases.py``.
 
 Pages are laid out as those of the engine, whose strides are constants of the kernels, but there are
 few of them. A long context has the same pages again and again: attention only reads.

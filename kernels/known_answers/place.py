@@ -1,4 +1,4 @@
-"""Where a known-answer case runs, and its numbers: see ``answer_cases.py``."""
+"""Where a known-answer case runs, and its numbers: see ``cases.py``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Place:
 
     def limit(self, dtype: torch.dtype) -> float:
         """The allowed distance of numbers that a kernel computes in float32 and writes rounded:
-        see ``answer_cases.py``."""
+        see ``cases.py``."""
         return max(4 * torch.finfo(dtype).eps, 2.0**-12)
 
 

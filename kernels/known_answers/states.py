@@ -1,4 +1,4 @@
-"""Known-answer cases of operators with recurrent states: see ``answer_cases.py``.
+"""Known-answer cases of operators with recurrent states: see ``cases.py``.
 
 Two requests: one begins with a state, leaves one in the middle, and replaces its own; the other
 begins with zeros.

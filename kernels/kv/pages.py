@@ -17,7 +17,7 @@ class KVPages:
     In memory a page's keys of one head are transposed, ``[head_dim][page_size]``, so that
     neighbouring keys are the lanes of a vector; its values are ``[page_size][value_dim]``. Floats
     may have padding after each value, also after the last one, up to a multiple of 16. Keys and
-    values each have a type, ``k_type`` and ``v_type`` (``kv_types.py``), whose elements the tensors
+    values each have a type, ``k_type`` and ``v_type`` (``types.py``), whose elements the tensors
     hold: the last dimension is ``head_dim / packing``.
 
     *Latent* pages have no values: a value is the first numbers of its key, as many as the model

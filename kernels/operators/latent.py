@@ -57,8 +57,8 @@ class LatentOps:
         q ``[T, heads, value_dim + r]`` has the absorbed part in its first ``value_dim`` numbers;
         its last r become those of ``turned [T, heads, r]``, rotated. A key is ``latent [T,
         kv_heads, value_dim]``, then ``k [T, kv_heads, r]``, rotated. cos and sin ``[T, rotary_dim /
-        2]``: as in :meth:`sdk.kernels.operators.ops.Ops.rope_and_cache`. ``scale``: of queries by their
-        positions.
+        2]``: as in :meth:`sdk.kernels.operators.ops.Ops.rope_and_cache`. ``scale``: of queries by
+        their positions.
         """
         batch.check(pages)
         tokens = batch.num_tokens

@@ -28,12 +28,7 @@ from sdk.kernels.graph import Recording
 from sdk.kernels.groups import CollectiveGroup, Link
 from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
-from sdk.kernels.operators.attention_checks import (
-    ATTENTION,
-    expect_ahead,
-    expect_by_head,
-    expect_heads,
-)
+from sdk.kernels.operators import attention_checks
 from sdk.kernels.operators.batch import AttentionBatch, WorkShape
 from sdk.kernels.operators.checks import expect, expect_floats, expect_norm, expect_numbers
 from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
@@ -59,14 +54,13 @@ class Ops:
     (:class:`sdk.kernels.operators.state_ops.StateOps`) runs recurrent layers, ``sampling``
     (:class:`sdk.kernels.operators.sampling_ops.SamplingOps`) selects tokens, ``recording``
     (:class:`sdk.kernels.graph.Recording`) records forward passes. ``layers``
-    (:class:`sdk.kernels.weights.offload.LayerWeights`) brings offloaded weights to the device. All share
-    one :class:`sdk.kernels.context.Context`. One rank owns an ``Ops`` and closes it.
+    (:class:`sdk.kernels.weights.offload.LayerWeights`) brings offloaded weights to the device. All
+    share one :class:`sdk.kernels.context.Context`. One rank owns an ``Ops`` and closes it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
     of backends (tests). ``deterministic``: on a GPU the result of a row does not depend on the
     other rows (slower); on a CPU this is always so. ``activations``: the type of activations
-    between kernels, float32 or a 16-bit type; see the module. ``offload``: where weights go that
-    do not stay in the device's memory.
+    between kernels, float32 or 16 bits. ``offload``: where weights are that the device lacks.
     """
 
     def __init__(
@@ -117,8 +111,8 @@ class Ops:
         return self.context.activations
 
     def check_answers(self, folder: Path | None) -> None:
-        """From now on check each kernel of a card before it is chosen: see
-        :mod:`sdk.kernels.known_answers.check`. ``folder``: where results are kept; ``None``: nowhere."""
+        """From now on check each kernel of a card before it is chosen, as
+        :mod:`sdk.kernels.known_answers.check` says. ``folder``: where results are kept."""
         from sdk.kernels.known_answers.check import KnownAnswers, machine
         from sdk.kernels.known_answers.file import AnswerFile
 
@@ -577,11 +571,11 @@ class Ops:
         """
         batch.check(pages)
         expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
-        expect_by_head(q, {"sinks": sinks, "slopes": slopes}, biases)
+        attention_checks.expect_by_head(q, {"sinks": sinks, "slopes": slopes}, biases)
         if ahead is not None:
             plain = causal and slopes is None and biases is None and not latent
-            expect_ahead(ahead, batch.num_tokens, plain=plain)
-        expect_heads(q, pages, latent)
+            attention_checks.expect_ahead(ahead, batch.num_tokens, plain=plain)
+        attention_checks.expect_heads(q, pages, latent)
         if pages.k_centre is not None and (softcap or sinks is not None):
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         tokens, heads, _ = q.shape
@@ -591,7 +585,8 @@ class Ops:
             like = (q, pages, scale, *given, self.shares_keys, causal, chunked, ahead is not None)
             others = (not causal, biases is not None, pages.latent, chunked, ahead is not None)
             has = *(x is not None for x in given), *others
-            fields = {**pages.problem(latent), "format": ATTENTION[has], "rounded": self.rounded}
+            form = attention_checks.ATTENTION[has]
+            fields = {**pages.problem(latent), "format": form, "rounded": self.rounded}
             kernel = self._kernel("attention", like, **fields)
             group = batch.group
             rest = (causal, biases, chunked, *(() if ahead is None else (ahead,)))

@@ -1,4 +1,5 @@
-"""The sampling operators: tokens from logits. :mod:`sdk.kernels.operators.sampling` describes the data."""
+"""The sampling operators: tokens from logits. :mod:`sdk.kernels.operators.sampling` describes the
+data."""
 
 from __future__ import annotations
 

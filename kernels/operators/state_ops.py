@@ -1,9 +1,9 @@
 """The operators of recurrent layers: what a token leaves behind is a state of one size.
 
 Each reads the states with which the requests of a step begin, and writes those that the step asks
-for (:class:`sdk.kernels.operators.states.StateBatch`). On a CPU the tokens of a request run one after another
-in a fixed order: results and states have the same bits however its tokens are divided over steps,
-whatever else is in a step, and in whichever slots its states are.
+for (:class:`sdk.kernels.operators.states.StateBatch`). On a CPU the tokens of a request run one
+after another in a fixed order: results and states have the same bits however its tokens are divided
+over steps, whatever else is in a step, and in whichever slots its states are.
 """
 
 from __future__ import annotations

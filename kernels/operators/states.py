@@ -36,7 +36,8 @@ class RwkvKeys:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Which slots the R requests of a step use, next to :class:`~sdk.kernels.operators.batch.AttentionBatch`.
+    """Which slots the R requests of a step use, next to
+    :class:`~sdk.kernels.operators.batch.AttentionBatch`.
 
     Request r begins with the state in slot ``initial[r]``, or with zeros if that is -1. Its states
     after some of its tokens are written: for i in ``save_start[r] : save_start[r + 1]`` the state

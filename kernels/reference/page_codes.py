@@ -1,6 +1,6 @@
 """How keys and values are written into pages and read back: the definition, in torch.
 
-``kv_types.py`` defines the codes of each type. Here is what happens before and after: heads that
+``kv/kv_types.py`` defines the codes of each type. Here is what happens before and after: heads that
 are stored *mixed* are multiplied by the Hadamard matrix first.
 """
 

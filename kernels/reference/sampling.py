@@ -1,7 +1,7 @@
 """From logits to one token per row, all rows together, on any device: the definition.
 
-:mod:`sdk.kernels.operators.sampling` has the steps and their order. No operation mixes rows. Weights are
-float64 here, so that the sums a truncation or the draw compares are as good as exact.
+:mod:`sdk.kernels.operators.sampling` has the steps and their order. No operation mixes rows.
+Weights are float64 here, so that the sums a truncation or the draw compares are as good as exact.
 """
 
 from __future__ import annotations

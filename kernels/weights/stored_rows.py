@@ -38,8 +38,9 @@ def _readers(context: Context) -> list[Any]:
 class StoredRows:
     """A matrix in an open file, its rows ``row_bytes`` apart from byte ``offset`` on.
 
-    ``kind``: a block type (:data:`sdk.kernels.weights.layouts.BLOCK_TYPES`), or ``float32``, ``float16`` or
-    ``bfloat16``. ``descriptor`` is closed by whoever made it; operators have a copy of their own.
+    ``kind``: a block type (:data:`sdk.kernels.weights.layouts.BLOCK_TYPES`), or ``float32``,
+    ``float16`` or ``bfloat16``. ``descriptor`` is closed by whoever made it; operators have a copy
+    of their own.
     """
 
     shape: tuple[int, int]

@@ -13,7 +13,7 @@ cannot overflow), against the real size of the file before anything is allocated
 whole metadata may take at most `METADATA_BUDGET` bytes of memory.
 
 Number arrays become numpy arrays in one copy; string arrays are read many at a time
-(`gguf_strings`) or in one tight loop: the 262,144-token vocabulary of Gemma 3 takes about 0.1 s.
+(`strings.py`) or in one tight loop: the 262,144-token vocabulary of Gemma 3 takes about 0.1 s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads GGUF models: metadata, tensors and their bytes, from one file or several.
 
 A model may be split into files named ``<prefix>-00001-of-00003.gguf``. It is opened by the first
-one, which holds all metadata. `gguf_header` describes the contents of a file.
+one, which holds all metadata. `header.py` describes the contents of a file.
 """
 
 from __future__ import annotations

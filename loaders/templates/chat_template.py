@@ -1,7 +1,7 @@
 """Chat templates: render a list of messages to the text format a model was trained on.
 
 A template comes with the model file, so it is untrusted: at most 64 KiB, rendered in a sandbox with
-limits (``template_sandbox.py``), at most 4 MiB of output, and every failure is a
+limits (``sandbox.py``), at most 4 MiB of output, and every failure is a
 :class:`TemplateError`. Hugging Face's extensions are supported: blocks trim their line,
 ``break``/``continue``, ``raise_exception``, ``strftime_now``, plain ``tojson``,
 ``{% generation %}``.

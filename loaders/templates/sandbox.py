@@ -5,12 +5,12 @@ does not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1
 ``rfind``, strings doubled in a loop or lists nested until printing one takes forever. This
 environment does:
 
-* a template may only use listed statements and expressions (``template_syntax.py``) and listed
-  methods, filters, tests and operators (``template_operations.py``); everything else is rejected by
+* a template may only use listed statements and expressions (``syntax.py``) and listed
+  methods, filters, tests and operators (``operations.py``); everything else is rejected by
   name;
 * each operation is checked before it runs, so that no single one takes more than 0.1 s;
 * the total is limited: operations, CPU time of the rendering thread, and bytes of all values
-  (``template_budget.py``).
+  (``budget.py``).
 
 A separate process with system limits would need no lists. But this library starts no process unless
 asked to, starting one takes longer (60 ms) than nearly every rendering (below 1 ms), and two of the

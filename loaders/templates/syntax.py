@@ -2,7 +2,7 @@
 
 Everything that is not listed is rejected by name. The rest is rewritten: operations that compiled
 templates leave to Python (loops, comparisons, slices, ``~``, literals) call the environment, which
-checks them first (``template_sandbox.py``).
+checks them first (``sandbox.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Makes the metadata of a GGUF file from a Hugging Face config: the inverse of gguf_config."""
+"""Makes the metadata of a GGUF file from a Hugging Face config; the inverse of
+gguf_files/config."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes a quantized model as a GGUF file: Hugging Face's names and values become llama.cpp's.
 
-This is the inverse of :mod:`sdk.loaders.gguf_files.checkpoint`: rows of q and k are interleaved where the
-architecture says so (whole rows, so after packing), norms stored minus 1 get 1 added, and the
-experts of a layer, which arrive one by one, become one tensor.
+This is the inverse of :mod:`sdk.loaders.gguf_files.checkpoint`: rows of q and k are interleaved
+where the architecture says so (whole rows, so after packing), norms stored minus 1 get 1 added, and
+the experts of a layer, which arrive one by one, become one tensor.
 """
 
 from __future__ import annotations

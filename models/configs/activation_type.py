@@ -18,7 +18,8 @@ def activation_type(
     stored: str = "",
     asked: str = "",
 ) -> torch.dtype:
-    """See :attr:`sdk.kernels.operators.ops.Ops.activations`, for the model that ``config`` describes.
+    """See :attr:`sdk.kernels.operators.ops.Ops.activations`, for the model that ``config``
+    describes.
 
     ``matrix``: the type that the device's matrix units multiply best
     (:func:`sdk.kernels.gpu.matrix_type`), float32 without such units. The rules, in order:

@@ -1,7 +1,8 @@
 """Expert parallelism: every rank has whole experts of a layer instead of a part of each one.
 
 The ranks of one engine read only the weights of their own experts. Engines that share the weights
-in memory (:mod:`sdk.models.experts.lockstep`) have those of all experts, and each computes some of them.
+in memory (:mod:`sdk.models.experts.lockstep`) have those of all experts, and each computes some of
+them.
 """
 
 from __future__ import annotations

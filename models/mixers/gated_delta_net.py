@@ -54,8 +54,8 @@ class GatedDeltaSpec(NamedTuple):
 
     @property
     def step_width(self) -> int:
-        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection with a gate for each
-        value, the convolution, results, results with norm and gate; decays and strengths."""
+        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection with a gate for
+        each value, the convolution, results, results with norm and gate; decays and strengths."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         return 2 * (2 * keys + values) + 3 * values + 4 * self.value_heads
 

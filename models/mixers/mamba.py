@@ -1,10 +1,11 @@
 """The mixer of Mamba-1: a convolution, and a state space whose decays differ from number to number.
 
 ``x, z`` are one projection; x goes through a convolution, then dt, b and c are projected from it,
-and the state of each channel follows :meth:`sdk.kernels.operators.state_ops.StateOps.selective_scan`. Gu and
-Dao, "Mamba" (2023), arXiv 2312.00752; transformers' modeling_mamba.py, modeling_falcon_mamba.py,
-modeling_jamba.py. PLaMo 2 has heads: the channels of one have the same dt and one decay, as in
-Mamba-2 (:meth:`sdk.kernels.operators.state_ops.StateOps.ssd`).
+and the state of each channel follows
+:meth:`sdk.kernels.operators.state_ops.StateOps.selective_scan`. Gu and Dao, "Mamba" (2023), arXiv
+2312.00752; transformers' modeling_mamba.py, modeling_falcon_mamba.py, modeling_jamba.py. PLaMo 2
+has heads: the channels of one have the same dt and one decay, as in Mamba-2
+(:meth:`sdk.kernels.operators.state_ops.StateOps.ssd`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class MambaSpec(NamedTuple):
 
     @property
     def step_width(self) -> int:
-        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection, the convolution, dt
-        twice and results; what dt, b and c come from, and their norms."""
+        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection, the
+        convolution, dt twice and results; what dt, b and c come from, and their norms."""
         return 6 * self.inner + (1 if self.norms is None else 2) * (self.rank + 2 * self.state)
 
     def cache(self, ranks: int = 1) -> StateCache:

@@ -1,8 +1,9 @@
 """The mixer of Mamba-2: a convolution, a state space of scalar decays, and a gated norm.
 
 ``z, x, b, c, dt`` are one projection; x, b and c go through a convolution, and the state of each
-head follows :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`. Dao and Gu, "Transformers are SSMs" (2024),
-arXiv 2405.21060; transformers' modeling_mamba2.py, modeling_bamba.py, modeling_falcon_h1.py.
+head follows :meth:`sdk.kernels.operators.state_ops.StateOps.ssd`. Dao and Gu, "Transformers are
+SSMs" (2024), arXiv 2405.21060; transformers' modeling_mamba2.py, modeling_bamba.py,
+modeling_falcon_h1.py.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Mamba2Spec(NamedTuple):
 
     @property
     def step_width(self) -> int:
-        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection with a gate for each
-        feature, the convolution, results, results with norm and gate; time steps."""
+        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: the projection with a gate for
+        each feature, the convolution, results, results with norm and gate; time steps."""
         return 5 * self.inner + 4 * self.groups * self.state + 2 * self.heads
 
     def cache(self, ranks: int = 1) -> StateCache:

@@ -1,10 +1,10 @@
 """What mixes the tokens of a layer: attention, or a recurrent mixer with a state of one size.
 
-A recurrent mixer has two sides. Its sizes, a :class:`~sdk.models.configs.recurrent.RecurrentSpec`, are read
-from a config and say what it keeps of the tokens before. From these
+A recurrent mixer has two sides. Its sizes, a :class:`~sdk.models.configs.recurrent.RecurrentSpec`,
+are read from a config and say what it keeps of the tokens before. From these
 :class:`~sdk.models.decoder.Layer` builds the mixer itself. Each kind is one module:
-:mod:`sdk.models.mixers.short_conv`, :mod:`sdk.models.mixers.gated_delta_net`, :mod:`sdk.models.mixers.mamba`,
-:mod:`sdk.models.mixers.mamba2`.
+:mod:`sdk.models.mixers.short_conv`, :mod:`sdk.models.mixers.gated_delta_net`,
+:mod:`sdk.models.mixers.mamba`, :mod:`sdk.models.mixers.mamba2`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Every projection of time mixing has an input of its own, ``x + mu (x' - x)`` with the token before,
 x': convolutions over two tokens. Decays, learning rates, the mix of values with those of the first
 layer, and the gate are projections over few features (low rank). Then comes
-:meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`, and a LayerNorm of each head. Peng et al., "RWKV-7
-Goose" (2025), arXiv 2503.14456; flash-linear-attention's rwkv7.
+:meth:`sdk.kernels.operators.state_ops.StateOps.rwkv`, and a LayerNorm of each head. Peng et al.,
+"RWKV-7 Goose" (2025), arXiv 2503.14456; flash-linear-attention's rwkv7.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RwkvSpec(NamedTuple):
 
     @property
     def step_width(self) -> int:
-        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: inputs of projections, r, k and v,
-        rates and what they come from, both results, the gate; the first layer's values."""
+        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`: inputs of projections, r, k and
+        v, rates and what they come from, both results, the gate; the first layer's values."""
         return 19 * self.hidden + 2 * max(self.decay, self.rate, self.mix, self.gate)
 
     def cache(self, ranks: int = 1) -> StateCache:

@@ -30,8 +30,8 @@ class ShortConvSpec(NamedTuple):
 
     @property
     def step_width(self) -> int:
-        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`; results lie where others of the hidden
-        size have been."""
+        """See :class:`~sdk.models.configs.recurrent.RecurrentSpec`; results lie where others of the
+        hidden size have been."""
         return 3 * self.channels
 
     def cache(self, ranks: int = 1) -> StateCache:

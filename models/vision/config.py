@@ -35,8 +35,8 @@ Color = tuple[float, float, float]
 class EncoderSpec:
     """The layers of a tower. ``num_layers``: those that run, without the last ones where the text
     reads what comes out of an earlier one. ``activation_slope``: see
-    :class:`sdk.models.configs.config.ModelConfig`. ``rotary_dim``: how many features of a head turn;
-    ``None``: positions are in what the layers read. ``attention_scale``: of scores."""
+    :class:`sdk.models.configs.config.ModelConfig`. ``rotary_dim``: how many features of a head
+    turn; ``None``: positions are in what the layers read. ``attention_scale``: of scores."""
 
     model_type: str
     hidden_size: int

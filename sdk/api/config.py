@@ -416,8 +416,8 @@ class EngineConfig:
 
     @property
     def lockstep_engines(self) -> int:
-        """How many replicas run their steps together and share the experts (models/experts/lockstep.py);
-        1: each replica, or the only engine, runs alone."""
+        """How many replicas run their steps together and share the experts
+        (models/experts/lockstep.py); 1: each replica, or the only engine, runs alone."""
         spread = self.enable_expert_parallel and self.tensor_parallel_size == 1
         return self.data_parallel_size if spread else 1
 

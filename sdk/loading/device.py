@@ -3,8 +3,8 @@
 Machines without a card must not pay for the question, so it is asked in the order of what it costs:
 a driver (three looks at the file system), the options, the build of torch (one file is read), and
 only then torch itself. The model is then loaded on the card, where every operator that it uses is
-checked (``kernels/known_answers/check.py``). If anything is wrong, or runs on slow kernels, it is loaded
-on the CPU instead, and the engine says why.
+checked (``kernels/known_answers/check.py``). If anything is wrong, or runs on slow kernels, it is
+loaded on the CPU instead, and the engine says why.
 """
 
 from __future__ import annotations

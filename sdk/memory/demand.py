@@ -83,13 +83,13 @@ class MemoryDemand:
     ``adapter_bytes``: all low-rank adapters together. ``ranks``: of a tensor-parallel model;
     ``stages``: of a pipeline, with ``ranks`` ranks each. The weights and pages are those of all.
     ``on_cards``: each has a GPU. ``whole_experts``: these ranks have whole experts. ``lockstep``:
-    engines that share the experts (models/experts/lockstep.py). ``hand_over_bytes``: for hand-overs between
-    replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an encoder).
-    ``windows``: for each window group of the cache the window and the bytes of a frame, which
-    ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence;
-    ``rounded_bytes``: a snapshot of them in 16 bits, 0: in all bits.
-    ``row_drafts``: the most draft tokens of one request. ``experts``: if not all are in memory.
-    ``images``: what reading images takes.
+    engines that share the experts (models/experts/lockstep.py). ``hand_over_bytes``: for hand-overs
+    between replicas. ``num_pages``: as many as a step needs, if pages are those of one step (an
+    encoder). ``windows``: for each window group of the cache the window and the bytes of a frame,
+    which ``page_bytes`` does not include. ``slot_bytes``: the recurrent states of one sequence;
+    ``rounded_bytes``: a snapshot of them in 16 bits, 0: in all bits. ``row_drafts``: the most draft
+    tokens of one request. ``experts``: if not all are in memory. ``images``: what reading images
+    takes.
     """
 
     weights: WeightBytes

@@ -136,7 +136,8 @@ def end_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def held_bytes(entry: TensorEntry, device: str, layer_rows: int = 0) -> int:
     """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it.
-    ``layer_rows``: see :class:`sdk.models.configs.config.ModelConfig`; such a table is in memory."""
+    ``layer_rows``: see :class:`sdk.models.configs.config.ModelConfig`; such a table is in
+    memory."""
     if entry.held is not None:
         return entry.held
     if device == "cpu" and not layer_rows and stays_in_file(entry):

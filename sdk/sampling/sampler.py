@@ -192,7 +192,8 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _why_not(best: float, probability: float) -> str:
-    """Why a row whose maximum is not finite has no token: see ``sdk.kernels.operators.sampling.Tokens``."""
+    """Why a row whose maximum is not finite has no token: see
+    ``sdk.kernels.operators.sampling.Tokens``."""
     if probability:
         return f"the model's logits are not finite: their maximum is {best}"
     if best == -math.inf:

@@ -96,8 +96,8 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "transformers": {
         "torch": {
             "defaults of a config": "load(golden / 'arch-gemma3' / 'hf')",
-            "a model through its code": "from sdk.models.transformers_code.backend import read_hf_config\n"
-            "read_hf_config({'model_type': 'stablelm'})",
+            "a model through its code": "from sdk.models.transformers_code.backend import "
+            "read_hf_config\nread_hf_config({'model_type': 'stablelm'})",
             "llama-cpp-python's tokenizer": "from sdk.compat.llama_cpp import llama_tokenizer\n"
             "llama_tokenizer.LlamaHFTokenizer.from_pretrained('x')",
         },

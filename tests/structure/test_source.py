@@ -22,7 +22,7 @@ ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
     # the layouts are the plain tensors a format decodes into, not kernels; models.architecture,
-    # .config_keys, .expert_config and models.vision describe files of a model, .other_models those
+    # some of models.configs and models.vision describe files of a model, .other_models those
     # that do not run; they import nothing of the loaders
     "loaders": {
         "quant",

@@ -21,8 +21,8 @@ _Ints = NDArray[np.int32]
 class RequestImages:
     """What a rank knows of the images of a request, token by token of the prompt.
 
-    ``ahead``, ``shifts``: see :class:`sdk.kernels.operators.batch.AttentionBatch`; the latter of the prompt,
-    int32 ``[axes, num_prompt]``, and ``shift`` that of all tokens behind the images.
+    ``ahead``, ``shifts``: see :class:`sdk.kernels.operators.batch.AttentionBatch`; the latter of
+    the prompt, int32 ``[axes, num_prompt]``, and ``shift`` that of all tokens behind the images.
     """
 
     images: tuple[PromptImage, ...]

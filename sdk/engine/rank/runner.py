@@ -258,7 +258,8 @@ class ModelRunner:
     def join_step(self, rebalance: bool = False) -> int:
         """Take part, without requests, in a step of the engines in lockstep with this one.
 
-        ``rebalance``: see :meth:`sdk.models.experts.lockstep.Lockstep.begin`. How many experts moved then.
+        ``rebalance``: see :meth:`sdk.models.experts.lockstep.Lockstep.begin`. How many experts
+        moved then.
         """
         lockstep, strategy = self._passes.lockstep, self.strategy
         assert lockstep is not None
