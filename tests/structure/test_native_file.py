@@ -176,7 +176,10 @@ WRONG = {
         (mach(exports=("other",)), "does not export embedlm_abi_version"),
     ],
     "macosx_11_0_x86_64": [(mach(), "is for aarch64 macOS")],
-    "musllinux_1_2_x86_64": [(elf(), "needs libc.so.6, which not every Linux has")],
+    "musllinux_1_2_x86_64": [
+        (elf(), "needs libc.so.6, which not every Linux has"),
+        (elf(("libc.so",), (ABI, "_Znwm"), ()), "exports _Znwm to the whole process"),
+    ],
     "manylinux_2_28_aarch64": [
         (
             elf(machine=183, versions=("GLIBC_2.28", "GLIBC_2.30")),
