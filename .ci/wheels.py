@@ -182,6 +182,8 @@ def wrong(data: bytes, other: Other) -> str:
         return f"needs {', '.join(strange)}, which not every {other.system} has"
     if "embedlm_abi_version" not in found.exports:
         return "does not export embedlm_abi_version"
+    if others := [one for one in found.exports if not one.startswith("embedlm_")]:
+        return f"exports {', '.join(others)} to the whole process"
     return ""
 
 

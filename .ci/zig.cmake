@@ -17,7 +17,9 @@ endif()
 # library brings a part. The names of functions stay.
 set(CMAKE_CXX_FLAGS_INIT "-g0")
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
-  set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--strip-debug")
+  # zig's C++ library offers its `operator new` and `delete` to the whole process otherwise.
+  file(WRITE "${CMAKE_BINARY_DIR}/exports.map" "{ global: embedlm_*; local: *; };\n")
+  set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--strip-debug -Wl,--version-script=${CMAKE_BINARY_DIR}/exports.map")
 endif()
 # CMake takes programs without arguments.
 set(tools "${CMAKE_BINARY_DIR}/zig")

@@ -17,7 +17,7 @@ from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.weights.layouts import E2M1, ActivationScheme, Affine, Float8, Layout
-from tests.kernels.plain_kernels import plain_kernels
+from tests.kernels.plain_kernels import FUSED, SEVERAL_FUSED, plain_kernels
 
 Scheme = ActivationScheme
 SCHEMES = (
@@ -230,14 +230,15 @@ def test_a_row_with_no_numbers_leaves_the_others_alone(
         assert torch.equal(found[others], clean[others])
 
 
+@SEVERAL_FUSED
 def test_the_levels_with_a_fused_multiply_add_agree(cases: Any) -> None:
-    from sdk.kernels.cpu import levels, open_backend
+    from sdk.kernels.cpu import open_backend
 
     x = inputs(cases, 13, 384)
     for scheme in SCHEMES:
         weight = replace(cases.affine(40, 384, 8, 384, "zero", signed=True), inputs=scheme)
         found = []
-        for level in levels()[1:]:
+        for level in FUSED:
             opened = open_backend("cpu", 2, level)
             found.append(multiply(native(opened), weight, x))
             opened.close()

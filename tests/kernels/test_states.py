@@ -10,6 +10,7 @@ from sdk.kernels.errors import CaptureError, KernelError
 from sdk.kernels.operators.batch import AttentionBatch
 from sdk.kernels.operators.ops import Ops
 from sdk.kernels.operators.states import RwkvKeys
+from tests.kernels.plain_kernels import FUSED, SEVERAL_FUSED
 from tests.recurrent import (
     OPERATORS,
     SLOTS,
@@ -239,14 +240,15 @@ def test_threads_change_no_bit(case: Operator) -> None:
         assert torch.equal(out, found[0][0]) and torch.equal(state, found[0][1])
 
 
+@SEVERAL_FUSED
 def test_the_levels_with_a_fused_multiply_add_agree_about_delta_rules() -> None:
     """Columns are vectors or parts of them: only the sums that make unit keys have another order,
     and here they are given."""
-    from sdk.kernels.cpu import levels, open_backend
+    from sdk.kernels.cpu import open_backend
 
     case = delta(2, 4, 24, 48, eps=None)
     inputs, found = case.inputs(20, 41), []
-    for level in levels()[1:]:
+    for level in FUSED:
         opened = Ops("cpu", num_threads=1, backends=["cpu"])
         opened.close()
         opened.context.backends[:] = [open_backend("cpu", 1, level)]

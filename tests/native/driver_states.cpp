@@ -44,7 +44,7 @@ struct Step {
     }
 };
 
-// Both runtimes give the same results and leave the same states.
+// Both runtimes give the same results and leave the same states. What they do not write differs.
 template <typename Args>
 void agree(TestRuntime& one, TestRuntime& many, int kind, Step& step, Args args, const Buffer<float>& state,
            int64_t slot, int64_t results) {
@@ -52,6 +52,7 @@ void agree(TestRuntime& one, TestRuntime& many, int kind, Step& step, Args args,
     Buffer<float> left[2] = {state, state};
     TestRuntime* runtimes[2] = {&one, &many};
     for (int i = 0; i < 2; ++i) {
+        memset(out[i].data(), i + 1, sizeof(float) * (size_t)results);
         args.rows = step.rows(left[i].data(), slot);
         args.out = out[i].data();
         runtimes[i]->run(kind, args, step.requests);
@@ -68,10 +69,12 @@ void states(Random& random, TestRuntime& one, TestRuntime& many) {
     {
         const int64_t width = random.below(2) ? random.between(1, 90) : 700, taps = random.between(2, 5);
         const int64_t apart = width + random.below(5), slot = (taps - 1) * width;
-        Buffer<float> x = floats(random, total * apart), weight = floats(random, width * taps);
-        Buffer<float> bias = floats(random, width), state = floats(random, step.count * slot);
+        const int64_t convolutions = random.between(1, 3);
+        Buffer<float> x = floats(random, total * apart), weight = floats(random, convolutions * width * taps);
+        Buffer<float> bias = floats(random, convolutions * width), state = floats(random, step.count * slot);
         for (bool gated : {false, true}) {
             const float* gate = gated ? x.data() : nullptr;
+            const int64_t several = gated ? 1 : convolutions;
             ConvArgs args = {};
             args.x = x.data();
             args.weight = weight.data();
@@ -81,7 +84,9 @@ void states(Random& random, TestRuntime& one, TestRuntime& many) {
             args.width = width;
             args.taps = (int32_t)taps;
             args.silu = !gated;
-            agree(one, many, kOpConv, step, args, state, slot, total * width);
+            args.several = (int32_t)several;
+            args.out_step = total * width;
+            agree(one, many, kOpConv, step, args, state, slot, several * total * width);
         }
     }
     const int64_t heads = 2 * random.between(1, 3);

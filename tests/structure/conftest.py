@@ -21,12 +21,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, the native module left out.
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout that has what wheels are made of, with nothing beside it.
 
-    Beside the checkout's own files the tree has a table of tile sizes, as `embedlm tune` writes it.
+    Beside the checkout's own files it has a table of tile sizes, as `embedlm tune` writes it.
     """
-    tree = tmp_path_factory.mktemp("tree")
+    tree = tmp_path_factory.mktemp("around") / "tree"
+    tree.mkdir()
     for name in (".gitignore", "CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
@@ -42,14 +43,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{op: {} for op in OPS},
     }
     (tree / "kernels" / "tuned" / "some-card.json").write_text(json.dumps(table))
+    return tree
+
+
+def build(tree: Path, out: Path, function: str) -> Path:
+    """What a function of the build backend makes of ``tree`` without a compiler."""
     code = (
-        "import os; from scikit_build_core.build import build_wheel\n"
+        f"import os; from scikit_build_core.build import {function}\n"
         f"os.chdir({str(tree)!r})\n"
-        f"build_wheel({str(tree)!r}, {{'wheel.cmake': 'false'}})"
+        f"{function}({str(out)!r}, {{'wheel.cmake': 'false'}})"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=240)
-    (built,) = tree.glob("embedlm-*.whl")
+    (built,) = out.glob("embedlm-*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout, the native module left out."""
+    return build(tree, tmp_path_factory.mktemp("wheel"), "build_wheel")
 
 
 @pytest.fixture(scope="session")

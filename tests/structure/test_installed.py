@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import zipapp
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.structure.conftest import Run
+from tests.structure.conftest import Run, build
 
 
 @pytest.fixture
@@ -211,6 +212,36 @@ def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
     # Triton's kernels alone need their sources, and the hub works without its 11 MB.
     assert found["sources"] == {"sdk": "pyz", "sdk.kernels.gpu": "pyz+py"}
     assert found["left out"] == ["hf_xet"]
+
+
+EDITABLE = """
+import json, site
+from importlib.util import find_spec
+[folder, tree] = sys.argv[1:]
+before = set(sys.path)
+site.addsitedir(folder)
+import embedlm, embedlm.pytest_plugin, sdk.kernels.packages, sdk.quant.scheme
+assert embedlm.LLM is sdk.LLM
+modules = (sdk, embedlm, sdk.kernels.packages, sdk.quant.scheme)
+elsewhere = [module.__file__ for module in modules if not module.__file__.startswith(tree)]
+assert not elsewhere, elsewhere
+found = {name: find_spec(name) is not None for name in ("llm", "tokenizer", "demo", "api", "tree")}
+print(json.dumps([found, sorted({*sys.path} - before)]))
+"""
+
+
+def test_an_editable_installation_offers_no_other_names(
+    tree: Path, run_installed: Run, tmp_path: Path
+) -> None:
+    """`import llm` is for the package of that name, not for sdk/llm.py, and what lies beside the
+    checkout is not importable."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(build(tree, tmp_path, "build_editable")).extractall(site)
+    done = run_installed(EDITABLE, site, tree, site=site)
+    assert done.returncode == 0, done.stderr
+    names, added = json.loads(done.stdout)
+    assert not any(names.values()), names
+    assert added == [str(tree)]
 
 
 @pytest.fixture

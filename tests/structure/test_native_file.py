@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import re
 import struct
@@ -175,7 +176,10 @@ WRONG = {
         (mach(exports=("other",)), "does not export embedlm_abi_version"),
     ],
     "macosx_11_0_x86_64": [(mach(), "is for aarch64 macOS")],
-    "musllinux_1_2_x86_64": [(elf(), "needs libc.so.6, which not every Linux has")],
+    "musllinux_1_2_x86_64": [
+        (elf(), "needs libc.so.6, which not every Linux has"),
+        (elf(("libc.so",), (ABI, "_Znwm"), ()), "exports _Znwm to the whole process"),
+    ],
     "manylinux_2_28_aarch64": [
         (
             elf(machine=183, versions=("GLIBC_2.28", "GLIBC_2.30")),
@@ -241,6 +245,26 @@ def test_only_names_tags_that_there_are_compilers_for(
     assert "no wheel for aarch64: aarch64-linux-gnu-g++ is missing (apt install" in said
     assert "no wheels for win_amd64, macosx_11_0_arm64" in said
     assert "zig is missing (pip install ziglang)" in said
+
+
+@pytest.mark.parametrize(
+    ("flow", "pattern"), [("wheels", r"ls (dist/.+\.whl)\)"), ("systems", r"pytest (dist/.+\.whl)")]
+)
+def test_each_machine_of_a_workflow_installs_one_of_the_wheels(
+    ci: tuple[ModuleType, ModuleType], flow: str, pattern: str
+) -> None:
+    tags = [*ci[1].OTHERS, "manylinux_2_27_x86_64"]
+    text = (ROOT / ".github" / "workflows" / f"{flow}.yml").read_text()
+    [files] = re.findall(pattern, text)
+    if flow == "wheels":
+        globs = [files.replace("$(uname -m)", machine) for machine in ("x86_64", "aarch64")]
+    else:
+        wheels = re.findall(r"wheel: (\w+)", text)
+        globs = [files.replace("${{ matrix.wheel }}", wheel) for wheel in wheels]
+    assert len(globs) >= 2
+    for glob in globs:
+        names = [f"dist/embedlm-1-py3-none-{tag}.whl" for tag in tags]
+        assert len(fnmatch.filter(names, glob)) == 1, glob
 
 
 def test_a_source_archive_of_more_than_ten_megabytes_is_refused(
