@@ -225,6 +225,7 @@ FAMILIES = (
         "PaliGemma 1 and 2, LLaVA-OneVision", (), ("paligemma", "llava_onevision"), "vision",
         ("Gemma 3",),
     ),
+    Family("MiniCPM-V 4.6", ("qwen35",), ("qwen3_5_text",), "vision", ("Qwen3-VL",)),
     Family(
         "MiniCPM-V 4, Moondream", (), (), "vision", ("Gemma 3", "Qwen3-VL"),
         part="of some the text model, as GGUF",

@@ -165,6 +165,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "llava": "llava",
         "llava_next": "llava_next",
         "llava_onevision": "llava_onevision",
+        "minicpmv4_6": "minicpmv4_6",
         "mistral3": "pixtral",
         "paligemma": "paligemma",
         "qwen2_5_vl": "qwen2_5_vl",

@@ -38,7 +38,7 @@ def workspace_bytes(config: VisionConfig, patches: int) -> int:
     embedded = patches * (2 * pixels + pixels // 4 + 3 * width)
     attention = patches * (4 * heads + 4 * width)
     mlp = patches * (3 * c.intermediate_size + 5 * width)
-    middle = max(width * config.merge**2, config.projector_width, config.hidden_size)
+    middle = max(width * config.joined, config.projector_width, config.hidden_size)
     projected = patches * 6 * width + tokens * (middle + 2 * config.hidden_size)
     results = 2 * tokens * config.features * config.hidden_size
     return 4 * int(pages + max(embedded, attention, mlp, projected) + results)

@@ -29,16 +29,18 @@ class Places(NamedTuple):
         return self.rows * self.shape[1] + self.columns
 
 
-def places(shape: tuple[int, int], merge: int) -> Places:
-    """Squares of ``merge`` by ``merge`` patches one after the other, row by row, and the patches of
-    a square row by row: those that become one token are neighbours."""
-    rows, columns = (np.arange(side, dtype=np.int64).reshape(-1, merge) for side in shape)
+def places(shape: tuple[int, int], merge: int, inner: int = 1) -> Places:
+    """Squares of ``merge`` by ``merge`` patches one after the other, row by row, in each of them
+    squares of ``inner`` by ``inner`` row by row, and the patches of these row by row: those that
+    become one row or one token are neighbours."""
+    each = merge // inner, inner
+    rows, columns = (np.arange(side, dtype=np.int64).reshape(-1, *each) for side in shape)
     down, right = len(rows), len(columns)
-    every = (down, right, merge, merge)
+    every = (down, right, each[0], each[0], inner, inner)
     return Places(
         shape,
-        np.broadcast_to(rows[:, None, :, None], every).reshape(-1),
-        np.broadcast_to(columns[None, :, None, :], every).reshape(-1),
+        np.broadcast_to(rows[:, None, :, None, :, None], every).reshape(-1),
+        np.broadcast_to(columns[None, :, None, :, None, :], every).reshape(-1),
     )
 
 
@@ -96,8 +98,9 @@ def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
     :raises ValueError: they are not what the tower reads.
     """
     check_image(image, config)
+    merge = config.merge
     return [
-        (tile, places((rows * config.merge, columns * config.merge), config.merge))
+        (tile, places((rows * merge, columns * merge), merge, config.inner))
         for tile, (rows, columns) in zip(image.tiles, image.grids, strict=True)
     ]
 
