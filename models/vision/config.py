@@ -86,6 +86,9 @@ class VisionConfig:
     #: become one row (:mod:`sdk.models.vision.inner`); 1: no layer is followed by that.
     inner: int = 1
     inner_after: int = -1
+    #: Tokens of a tile of any size, each of which is a query to all of its patches
+    #: (:mod:`sdk.models.vision.resampler`); 0: tokens are squares of patches.
+    queries: int = 0
     frames: int = 1
     scale: float = 1 / 255
     mean: Color = HALF

@@ -77,6 +77,9 @@ def _check_tile(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionCo
             f"a tile of {tile.dtype} and shape {list(tile.shape)}, expected uint8 [height, width, "
             "3]"
         )
+    if config.queries:
+        _check_queried(tile, grid, config)
+        return
     unit = config.patch * config.merge
     shape = tile.shape[0] // config.patch, tile.shape[1] // config.patch
     merged = shape[0] // config.merge, shape[1] // config.merge
@@ -92,17 +95,24 @@ def _check_tile(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionCo
         )
 
 
+def _check_queried(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionConfig) -> None:
+    """A tile that becomes a fixed number of tokens, in one row."""
+    if any(side % config.patch for side in tile.shape[:2]) or tuple(grid) != (1, config.queries):
+        raise ValueError(
+            f"a tile of {tile.shape[0]} x {tile.shape[1]} pixels and {grid[0]} x {grid[1]} tokens, "
+            f"expected sides in multiples of {config.patch} pixels and 1 x {config.queries} tokens"
+        )
+
+
 def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
     """The tiles of an image.
 
     :raises ValueError: they are not what the tower reads.
     """
     check_image(image, config)
-    merge = config.merge
-    return [
-        (tile, places((rows * merge, columns * merge), merge, config.inner))
-        for tile, (rows, columns) in zip(image.tiles, image.grids, strict=True)
-    ]
+    sides = [(tile.shape[0] // config.patch, tile.shape[1] // config.patch) for tile in image.tiles]
+    where = [places(shape, config.merge, config.inner) for shape in sides]
+    return list(zip(image.tiles, where, strict=True))
 
 
 def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:

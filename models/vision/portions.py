@@ -47,6 +47,14 @@ def inner_size(parts: Parts, config: VisionConfig) -> int:
     return max(parts.rest // (2 * square), 1) * square
 
 
+def queried_rows(config: VisionConfig) -> int:
+    """Of how many patches keys and values are made at once where tokens are queries: the matrices
+    to the width of the text, to keys and to values, and what the queries find in them."""
+    hidden, width = config.hidden_size, config.tower.hidden_size
+    row = 2 * hidden * (width + 2 * hidden + 2 * config.queries)
+    return max(PART_OPERATIONS // row, 1)
+
+
 def after_inner(lengths: Sequence[int], config: VisionConfig) -> list[int]:
     """The rows of tiles behind the layer ``config.inner_after``."""
     return [count // config.inner**2 for count in lengths]
@@ -73,6 +81,9 @@ def _layer_units(lengths: Sequence[int], parts: Parts | None) -> int:
 
 
 def _projector_units(lengths: Sequence[int], parts: Parts | None, config: VisionConfig) -> int:
+    if config.queries:
+        size = queried_rows(config)
+        return sum(-(-count // size) for count in lengths)
     if parts is None:
         return 0
     rows = sum(lengths) - len(lengths) * config.class_token

@@ -24,7 +24,7 @@ from sdk.models.source import Source
 from sdk.models.vision.anyres import Packer
 from sdk.models.vision.clipped import ClippedSource
 from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig
-from sdk.models.vision.family import FAMILIES, Family, family, vision_of
+from sdk.models.vision.family import FAMILIES, Family, Queries, family, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.inner import InnerMerger
 from sdk.models.vision.memory import workspace_bytes
@@ -312,6 +312,7 @@ class TileGroup:
     def __init__(self, tower: Tower, tiles: Sequence[Tile]) -> None:
         self._tower = tower
         self._class = int(tower.class_row is not None)
+        self._tiles = tiles
         self._lengths = lengths = [self._class + len(where.rows) for _, where in tiles]
         self.patches = sum(lengths)
         #: For each token its row, where windows reorder them.
@@ -359,7 +360,10 @@ class TileGroup:
                 deepstack.append((yield from self._projected(project, self._stream())))
             if tower.inner is not None and number == tower.config.inner_after:
                 yield from self._with_fewer_rows(tower.inner)
-        rows = yield from self._projected(tower.projector, self._result())
+        if isinstance(tower.projector, Queries):
+            rows = yield from self._queried(tower.projector, self._result())
+        else:
+            rows = yield from self._projected(tower.projector, self._result())
         if self._order is not None:
             rows = tower.ops.select_rows(rows, self._order)
         self.rows = torch.cat([rows, *deepstack], dim=1) if deepstack else rows
@@ -404,6 +408,19 @@ class TileGroup:
         for begin in range(0, len(x), size):
             yield
             found.append(project(x[begin : begin + size]))
+        return torch.cat(found)
+
+    def _queried(self, project: Queries, x: Tensor) -> Generator[None, None, Tensor]:
+        """Tokens of tiles."""
+        found, first = list[Tensor](), 0
+        for _, where in self._tiles:
+            count = len(where.rows)
+            for rows in project.of_tile(x[first : first + count], where):
+                if rows is None:
+                    yield
+                else:
+                    found.append(rows)
+            first += count
         return torch.cat(found)
 
     def _in_windows(self, tiles: Sequence[Tile]) -> tuple[list[Tile], list[int]]:

@@ -205,9 +205,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "has_vision_encoder: expected true, found False: files for sound alone",
     ),
     "projector": (
-        {"clip.projector_type": (STRING, "resampler")},
+        {"clip.projector_type": (STRING, "ldpv2")},
         UnsupportedError,
-        "clip.projector_type: expected one of .*gemma3.*, found 'resampler'",
+        "clip.projector_type: expected one of .*gemma3.*, found 'ldpv2'",
     ),
     "family": (
         {"clip.projector_type": (STRING, "qwen3vl_merger")},

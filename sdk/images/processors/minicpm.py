@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import BICUBIC, ImageProcessor, Picture, Size, Tiling, too_narrow
 from sdk.images.processors.settings import Settings
 from sdk.models.vision.minicpmv4_6 import most_tokens
 
@@ -25,8 +25,13 @@ class SliceProcessor(ImageProcessor):
     def __init__(self, settings: Settings) -> None:
         self._unit = self._side_of_token(settings)
         self._resample = settings.resample(BICUBIC)
-        self._area_side = settings.number("scale_resolution", 448)
-        self._slices = settings.number("max_slice_nums", 9)
+        own = Settings(settings.config.get("slice_config") or {}, {})  # of versions up to 4.5
+        side, slices = (
+            own.number(key, default, of=own.config)
+            for key, default in (("scale_resolution", 448), ("max_slice_nums", 9))
+        )
+        self._area_side = settings.number("scale_resolution", side)
+        self._slices = settings.number("max_slice_nums", slices)
         if not settings.flag("slice_mode", True):
             self._slices = 1
         self._numbered = settings.flag("use_image_id", True)
@@ -115,9 +120,40 @@ class SliceProcessor(ImageProcessor):
         return parts
 
 
+class QueriedSliceProcessor(SliceProcessor):
+    """MiniCPM-V 2.6 to 4.5: sides are multiples of a patch, and all tiles have as many tokens."""
+
+    placeholder = "(<image>./</image>)"
+
+    def _side_of_token(self, settings: Settings) -> int:
+        patch = settings.patch(settings.number("patch_size", 14))
+        self._queries = settings.number("query_num", 64, of=settings.config)
+        named = settings.number("image_feature_size", self._queries)
+        if named != self._queries:
+            raise settings.invalid("image_feature_size", named, f"the model's, {self._queries}")
+        return patch
+
+    def _most(self, settings: Settings) -> int:
+        self._most_patches = most_tokens(self._area_side, self._slices, self._unit)
+        return (1 + (self._slices if self._slices > 1 else 0)) * self._queries
+
+    def _tiling(self, height: int, width: int) -> Tiling:
+        tiling = super()._tiling(height, width)
+        if tiling.num_tokens > self._most_patches:
+            raise too_narrow(
+                height,
+                width,
+                f"would become {tiling.num_tokens:,} patches of at most {self._most_patches:,}",
+            )
+        tiles = len(tiling.grids)
+        return Tiling(
+            ((1, self._queries),) * tiles, tiles * self._queries, tiling.rows, tiling.columns
+        )
+
+
 def multiple(length: float, unit: int) -> int:
     """The multiple of a unit that is nearest, at least one."""
     return max(round(length / unit) * unit, unit)
 
 
-__all__ = ["SliceProcessor"]
+__all__ = ["QueriedSliceProcessor", "SliceProcessor"]
