@@ -225,8 +225,13 @@ FAMILIES = (
         "PaliGemma 1 and 2, LLaVA-OneVision", (), ("paligemma", "llava_onevision"), "vision",
         ("Gemma 3",),
     ),
+    Family("MiniCPM-V 4.6", ("qwen35",), ("qwen3_5_text",), "vision", ("Qwen3-VL",)),
     Family(
-        "MiniCPM-V 4, Moondream", (), (), "vision", ("Gemma 3", "Qwen3-VL"),
+        "MiniCPM-V 2.6, 4.0, 4.5", ("qwen2", "qwen3", "llama"), ("qwen2", "qwen3", "llama"),
+        "vision", ("Qwen3-VL",),
+    ),
+    Family(
+        "Moondream", (), (), "vision", ("Gemma 3", "Qwen3-VL"),
         part="of some the text model, as GGUF",
     ),
     Family("Step 3.5, Step 3.7 (text), MiMo-V2", ("step35", "mimo2"), ("step3p5", "mimo_v2_flash")),

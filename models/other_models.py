@@ -154,11 +154,11 @@ _DUAL = Refusal(
     "Folders of CLIP, SigLIP and SigLIP 2 with one size of images run (docs/embeddings.md)",
 )
 _RESAMPLER = Refusal(
-    "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 4.5, "
+    "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 2.5, "
     "MiniCPM-o)",
-    "that code is not run, and its resampler of images is not described here",
-    "Open a GGUF file of its language model for text alone (mmproj=False), or Qwen3-VL, Gemma 3 or "
-    "InternVL 3, whose images run (docs/models.md)",
+    "that code is not run, and MiniCPM-V is described here from version 2.6 on",
+    "Open a GGUF file of its language model for text alone (mmproj=False), or MiniCPM-V 4.5, "
+    "Qwen3-VL or Gemma 3, whose images run (docs/models.md)",
 )
 _TOWER_ALONE = Refusal(
     "an encoder of images without that of texts",

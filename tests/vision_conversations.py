@@ -9,7 +9,7 @@ tests/images/test_torchvision.py compares with transformers'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,6 +260,42 @@ INTERNVL = Conversations(
     ),
     _stacked,
 )
+_MARKS = {
+    f"{name}_{place}_token": f"<{'/' * (place == 'end')}{name}>"
+    for name in ("image", "slice", "image_id")
+    for place in ("start", "end")
+}
+
+
+def _of_minicpm(outputs: Sequence[Any], pictures: Sequence[Pixels]) -> dict[str, Tensor]:
+    pixels = torch.cat([torch.tensor(np.asarray(o["pixel_values"])) for o in outputs], dim=3)
+    sizes = torch.cat([torch.tensor(np.asarray(o["target_sizes"])) for o in outputs])
+    return {"pixel_values": pixels, "target_sizes": sizes}
+
+
+def _minicpm_text(theirs: Any, outputs: Any, pixels: Pixels) -> str:
+    """Without the number of the image, which :func:`inputs_of` knows."""
+    from transformers.models.minicpmv4_6 import MiniCPMV4_6Processor
+
+    this = SimpleNamespace(image_token="<|image_pad|>", slice_mode=True, **_MARKS)
+    text: str = MiniCPMV4_6Processor.replace_image_token(this, outputs, 0, image_token_divisor=16)
+    return text
+
+
+MINICPM = Conversations(
+    QWEN._replace(
+        model_type="minicpmv4_6",
+        specials=("<|im_start|>", "<|im_end|>", "<|image_pad|>", *_MARKS.values()),
+        template=turns(
+            "<|im_start|>{{ m.role }}\n", "<|image_pad|>", "<|im_end|>\n", "assistant\n"
+        ),
+        config={"vision_config": {"patch_size": 7}},
+        kind="MiniCPMV4_6ImageProcessor",
+        size={"patch_size": 7, "scale_resolution": 56},
+    ),
+    _minicpm_text,
+    _of_minicpm,
+)
 _QWEN = Conversations(
     QWEN._replace(
         config={"vision_config": {"patch_size": 4, "spatial_merge_size": 2}},
@@ -284,7 +320,7 @@ ALL: Mapping[str, Conversations] = {
     one.family.model_type: one
     for one in (
         *(SMOLVLM, IDEFICS3, MISTRAL3, LFM2, LLAVA_NEXT, ONEVISION, INTERNVL),
-        *(_qwen("qwen3_vl"), _qwen("qwen3_vl_moe"), _qwen("qwen3_5")),
+        *(_qwen("qwen3_vl"), _qwen("qwen3_vl_moe"), _qwen("qwen3_5"), MINICPM),
     )
 }
 
@@ -302,6 +338,8 @@ def inputs_of(
         outputs = [theirs(p, input_data_format="channels_last", **one.call) for p in pictures]
     pieces = text.split(family.image_token)
     texts = [one.text(theirs, o, p) for o, p in zip(outputs, pictures, strict=True)]
+    if family.model_type == "minicpmv4_6":
+        texts = [f"<image_id>{number}</image_id>{own}" for number, own in enumerate(texts)]
     text = "".join(map("".join, zip(pieces, (*texts, ""), strict=True)))
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

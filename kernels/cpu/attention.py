@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import OpKind, PlacesArgs
@@ -28,6 +26,10 @@ class Attention:
 
     def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
+
+    def rounds(self, pages: KVPages) -> bool:
+        """Whether queries and probabilities are rounded to bfloat16 over these pages."""
+        return False
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -100,7 +102,7 @@ class Attention:
             value_dim,
             pages.latent,
             0,
-            self.rounds_inputs,
+            self.rounds(pages),
         )
         self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 
@@ -119,17 +121,12 @@ class RoundedAttention(Attention):
             )
         return super().reject(problem)
 
-    def run(
-        self, q: Tensor, pages: KVPages, batch: AttentionBatch, *rest: Any, **more: Any
-    ) -> None:
+    def rounds(self, pages: KVPages) -> bool:
+        """Only where keys and values are read as whole vectors: pages of 16, 32, 64, ... slots,
+        whose values have room for whole vectors. Other pages are read as by :class:`Attention`."""
         slots, width, room = pages.page_size, pages.v.shape[3], pages.v.stride(2)
-        if slots % _VECTOR or slots & (slots - 1) or room < -(-width // _VECTOR) * _VECTOR:
-            raise KernelError(
-                f"attention in bfloat16: expected pages of 16, 32, 64, ... slots whose values have "
-                f"room for whole vectors of {_VECTOR}, found {slots} slots and values of {width} "
-                f"that are {room} apart"
-            )
-        super().run(q, pages, batch, *rest, **more)
+        powers = not slots % _VECTOR and not slots & (slots - 1)
+        return powers and room >= -(-width // _VECTOR) * _VECTOR
 
 
 def _by_head(name: str, values: Tensor | None, heads: int) -> Tensor | None:

@@ -16,6 +16,7 @@ from typing import Any
 from sdk.kernels.lazy_torch import Tensor, import_torch, torch
 from sdk.kernels.packages import missing
 from sdk.kernels.weights.layouts import Dense
+from sdk.loaders import minicpmv_config
 from sdk.loaders.folders import mistral_params, vision_tensors
 from sdk.loaders.folders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folders.folder_file import folder_file
@@ -67,6 +68,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("llm.", ""),
 )
 
 
@@ -87,6 +89,7 @@ class HfFolder:
         raw = read_json(folder_file(folder, source.name) or source, MAX_CONFIG)
         if self._by_mistral:
             raw = mistral_params.config_of(raw, str(source))
+        raw = minicpmv_config.composite(raw, folder, str(source))
         for name in CONFIG_FILES:
             if raw.get("quantization_config") is None:
                 settings = folder_file(folder, name)

@@ -75,9 +75,10 @@ class Mmproj:
             clip = "clip.vision."
             self.keys = Fields(
                 {
-                    key.removeprefix(clip): _plain(value)
+                    key.removeprefix(root): _plain(value)
+                    for root in ("clip.", clip)
                     for key, value in self._file.metadata.items()
-                    if key.startswith(clip)
+                    if key.startswith(root)
                 }
                 | {SHAPES: {name: own.shape for name, own in self._file.tensors.items()}},
                 f"{path}: {clip[:-1]}",
@@ -156,6 +157,7 @@ class Mmproj:
             for name in self._file.tensors
             if self._pulled
             and name not in self._pulled
+            and name not in self._rules.unused
             and (self._family.norm_after or not name.startswith(norm))
         ]
 

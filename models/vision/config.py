@@ -82,6 +82,13 @@ class VisionConfig:
     max_patches: int
     max_tokens: int
     merge: int = 1
+    #: Within the encoder, after the layer ``inner_after``, squares of so many patches per side
+    #: become one row (:mod:`sdk.models.vision.inner`); 1: no layer is followed by that.
+    inner: int = 1
+    inner_after: int = -1
+    #: Tokens of a tile of any size, each of which is a query to all of its patches
+    #: (:mod:`sdk.models.vision.resampler`); 0: tokens are squares of patches.
+    queries: int = 0
     frames: int = 1
     scale: float = 1 / 255
     mean: Color = HALF
@@ -129,6 +136,11 @@ class VisionConfig:
     def features(self) -> int:
         """Vectors for each token."""
         return 1 + len(self.deepstack)
+
+    @property
+    def joined(self) -> int:
+        """Rows that come out of the layers for each token."""
+        return (self.merge // self.inner) ** 2
 
     @property
     def tile_side(self) -> int:

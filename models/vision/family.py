@@ -9,11 +9,11 @@ torch is not imported, as in :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from sdk.models.architecture import LayerRules
 from sdk.models.configs.fields import Fields, without_null
@@ -44,6 +44,15 @@ class Projector(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 ``[patches, width]``, those of a token one after the other -> float32
         ``[tokens, hidden]``."""
+
+
+@runtime_checkable
+class Queries(Protocol):
+    """Makes a fixed number of tokens of each tile (``VisionConfig.queries``)."""
+
+    def of_tile(self, x: Tensor, where: Places) -> Iterator[Tensor | None]:
+        """x float32 ``[patches, width]`` -> for each part of the work, before it, ``None``; then
+        float32 ``[queries, hidden]``."""
 
 
 class VisionNames(NamedTuple):
@@ -102,7 +111,7 @@ class MmprojRules(NamedTuple):
     ``interleaved_qk``: rows of q and k are interleaved so that rotary pairs are adjacent.
     ``layer``: of tensors inside layers, as ``names``.
     ``last``: the matrix whose rows are the features of a token, where ``projection_dim`` is
-    something else.
+    something else. ``unused``: tensors that are computed here.
     """
 
     projectors: tuple[str, ...]
@@ -118,6 +127,7 @@ class MmprojRules(NamedTuple):
     interleaved_qk: bool = False
     layer: Mapping[str, str] = MappingProxyType({})
     last: str | None = None
+    unused: tuple[str, ...] = ()
 
 
 class Family(NamedTuple):
@@ -142,7 +152,7 @@ class Family(NamedTuple):
     layer: LayerRules
     names: VisionNames
     read: Callable[[Fields, Fields, Fields], VisionConfig]
-    projector: Callable[..., Projector]
+    projector: Callable[..., Projector | Queries]
     deepstack: Callable[..., Projector] | None = None
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
     frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
@@ -165,6 +175,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "llava": "llava",
         "llava_next": "llava_next",
         "llava_onevision": "llava_onevision",
+        "minicpmv": "minicpmv",
+        "minicpmv4_6": "minicpmv4_6",
         "mistral3": "pixtral",
         "paligemma": "paligemma",
         "qwen2_5_vl": "qwen2_5_vl",

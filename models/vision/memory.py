@@ -32,13 +32,18 @@ def workspace_bytes(config: VisionConfig, patches: int) -> int:
     c, width = config.tower, config.tower.hidden_size
     heads, pixels = c.num_heads * c.head_dim, 3 * config.patch**2
     tokens = -(-patches // config.merge**2)
+    if config.queries:
+        tokens = -(-patches * config.max_tokens // config.max_patches)
     # Windows at the edges are smaller, and begin a page of their own.
     rows = patches + (patches // 2 if config.window else 0) + PAGE_SIZE
     pages = c.num_heads * (c.head_dim + value_room(c.head_dim)) * rows
     embedded = patches * (2 * pixels + pixels // 4 + 3 * width)
     attention = patches * (4 * heads + 4 * width)
     mlp = patches * (3 * c.intermediate_size + 5 * width)
-    middle = max(width * config.merge**2, config.projector_width, config.hidden_size)
+    middle = max(width * config.joined, config.projector_width, config.hidden_size)
     projected = patches * 6 * width + tokens * (middle + 2 * config.hidden_size)
+    if config.queries:  # keys and values of a tile, and what they are made of
+        tile = min(patches, config.max_patches) + PAGE_SIZE
+        projected = 6 * tile * config.hidden_size + 2 * patches * width
     results = 2 * tokens * config.features * config.hidden_size
     return 4 * int(pages + max(embedded, attention, mlp, projected) + results)

@@ -29,16 +29,18 @@ class Places(NamedTuple):
         return self.rows * self.shape[1] + self.columns
 
 
-def places(shape: tuple[int, int], merge: int) -> Places:
-    """Squares of ``merge`` by ``merge`` patches one after the other, row by row, and the patches of
-    a square row by row: those that become one token are neighbours."""
-    rows, columns = (np.arange(side, dtype=np.int64).reshape(-1, merge) for side in shape)
+def places(shape: tuple[int, int], merge: int, inner: int = 1) -> Places:
+    """Squares of ``merge`` by ``merge`` patches one after the other, row by row, in each of them
+    squares of ``inner`` by ``inner`` row by row, and the patches of these row by row: those that
+    become one row or one token are neighbours."""
+    each = merge // inner, inner
+    rows, columns = (np.arange(side, dtype=np.int64).reshape(-1, *each) for side in shape)
     down, right = len(rows), len(columns)
-    every = (down, right, merge, merge)
+    every = (down, right, each[0], each[0], inner, inner)
     return Places(
         shape,
-        np.broadcast_to(rows[:, None, :, None], every).reshape(-1),
-        np.broadcast_to(columns[None, :, None, :], every).reshape(-1),
+        np.broadcast_to(rows[:, None, :, None, :, None], every).reshape(-1),
+        np.broadcast_to(columns[None, :, None, :, None, :], every).reshape(-1),
     )
 
 
@@ -75,6 +77,9 @@ def _check_tile(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionCo
             f"a tile of {tile.dtype} and shape {list(tile.shape)}, expected uint8 [height, width, "
             "3]"
         )
+    if config.queries:
+        _check_queried(tile, grid, config)
+        return
     unit = config.patch * config.merge
     shape = tile.shape[0] // config.patch, tile.shape[1] // config.patch
     merged = shape[0] // config.merge, shape[1] // config.merge
@@ -90,16 +95,24 @@ def _check_tile(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionCo
         )
 
 
+def _check_queried(tile: NDArray[np.uint8], grid: tuple[int, int], config: VisionConfig) -> None:
+    """A tile that becomes a fixed number of tokens, in one row."""
+    if any(side % config.patch for side in tile.shape[:2]) or tuple(grid) != (1, config.queries):
+        raise ValueError(
+            f"a tile of {tile.shape[0]} x {tile.shape[1]} pixels and {grid[0]} x {grid[1]} tokens, "
+            f"expected sides in multiples of {config.patch} pixels and 1 x {config.queries} tokens"
+        )
+
+
 def checked(image: ImageInput, config: VisionConfig) -> list[Tile]:
     """The tiles of an image.
 
     :raises ValueError: they are not what the tower reads.
     """
     check_image(image, config)
-    return [
-        (tile, places((rows * config.merge, columns * config.merge), config.merge))
-        for tile, (rows, columns) in zip(image.tiles, image.grids, strict=True)
-    ]
+    sides = [(tile.shape[0] // config.patch, tile.shape[1] // config.patch) for tile in image.tiles]
+    where = [places(shape, config.merge, config.inner) for shape in sides]
+    return list(zip(image.tiles, where, strict=True))
 
 
 def tile_groups(tiles: Sequence[Tile]) -> list[list[Tile]]:

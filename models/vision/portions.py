@@ -32,25 +32,64 @@ class Parts(NamedTuple):
 def parts_of(lengths: Sequence[int], config: VisionConfig) -> Parts | None:
     """Of tiles with so many rows each. ``None``: a layer is one part, and the last one has the
     projector."""
-    hidden, merged = config.tower.hidden_size, config.merge**2
+    hidden, joined = config.tower.hidden_size, config.joined
     row = 24 * hidden**2 + 4 * hidden * max(lengths)
     rest = max(PART_OPERATIONS // row, 1)
     if sum(lengths) <= rest:
         return None
-    return Parts(_KEYS * rest, rest, max(rest // merged, 1) * merged)
+    return Parts(_KEYS * rest, rest, max(rest // joined, 1) * joined)
+
+
+def inner_size(parts: Parts, config: VisionConfig) -> int:
+    """How many rows become fewer at once where a layer is followed by that: twice the operations
+    of a layer for each (:mod:`sdk.models.vision.inner`)."""
+    square = config.inner**2
+    return max(parts.rest // (2 * square), 1) * square
+
+
+def queried_rows(config: VisionConfig) -> int:
+    """Of how many patches keys and values are made at once where tokens are queries: the matrices
+    to the width of the text, to keys and to values, and what the queries find in them."""
+    hidden, width = config.hidden_size, config.tower.hidden_size
+    row = 2 * hidden * (width + 2 * hidden + 2 * config.queries)
+    return max(PART_OPERATIONS // row, 1)
+
+
+def after_inner(lengths: Sequence[int], config: VisionConfig) -> list[int]:
+    """The rows of tiles behind the layer ``config.inner_after``."""
+    return [count // config.inner**2 for count in lengths]
 
 
 def units(lengths: Sequence[int], config: VisionConfig) -> int:
     """The parts of all layers and projectors for a group of tiles."""
     layers, parts = config.tower.num_layers, parts_of(lengths, config)
+    if config.inner == 1:
+        return layers * _layer_units(lengths, parts) + _projector_units(lengths, parts, config)
+    before, fewer = config.inner_after + 1, after_inner(lengths, config)
+    found = before * _layer_units(lengths, parts)
+    if parts is not None:
+        found += -(-sum(lengths) // inner_size(parts, config))
+    parts = parts_of(fewer, config)
+    found += (layers - before) * _layer_units(fewer, parts)
+    return found + _projector_units(fewer, parts, config)
+
+
+def _layer_units(lengths: Sequence[int], parts: Parts | None) -> int:
     if parts is None:
-        return layers
-    rows = sum(lengths)
-    patches = rows - len(lengths) * config.class_token
+        return 1
+    return -(-sum(lengths) // parts.keys) - (-sum(lengths) // parts.rest)
+
+
+def _projector_units(lengths: Sequence[int], parts: Parts | None, config: VisionConfig) -> int:
+    if config.queries:
+        size = queried_rows(config)
+        return sum(-(-count // size) for count in lengths)
+    if parts is None:
+        return 0
+    rows = sum(lengths) - len(lengths) * config.class_token
     if config.dual and config.class_token:
-        patches = len(lengths)
-    each = -(-rows // parts.keys) - (-rows // parts.rest)
-    return layers * each + config.features * -(-patches // parts.projected)
+        rows = len(lengths)
+    return config.features * -(-rows // parts.projected)
 
 
 def groups(patches: Sequence[int]) -> Iterator[list[int]]:

@@ -133,11 +133,11 @@ class MergedMLP:
 
 class JoinedMLP:
     """The patches of a token side by side, a LayerNorm in some models, two matrices with an
-    activation between (LLaVA, InternVL, LFM2-VL)."""
+    activation between (LLaVA, InternVL, LFM2-VL, MiniCPM-V 4.6)."""
 
     def __init__(self, source: Source, config: VisionConfig, *, norm: bool) -> None:
         self.ops, self.activation = source.ops, config.projector_activation
-        self.width = config.tower.hidden_size * config.merge**2
+        self.width = config.tower.hidden_size * config.joined
         middle = config.projector_width or config.hidden_size
         self.norm: Norm | None = None
         if norm:

@@ -24,11 +24,12 @@ from sdk.models.source import Source
 from sdk.models.vision.anyres import Packer
 from sdk.models.vision.clipped import ClippedSource
 from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig
-from sdk.models.vision.family import FAMILIES, Family, family, vision_of
+from sdk.models.vision.family import FAMILIES, Family, Queries, family, vision_of
 from sdk.models.vision.image import ImageInput
+from sdk.models.vision.inner import InnerMerger
 from sdk.models.vision.memory import workspace_bytes
 from sdk.models.vision.patches import Tile, checked, color_table, patch_rows, tile_groups, windowed
-from sdk.models.vision.portions import Parts, parts_of
+from sdk.models.vision.portions import Parts, after_inner, inner_size, parts_of
 from sdk.models.vision.sequences import (
     PAGE_SIZE,
     SHORT,
@@ -186,6 +187,8 @@ class Tower:
         self.layers = [
             Layer(source, f"model.layers.{i}", i, own.layer) for i in range(self.num_layers)
         ]
+        #: What makes fewer rows of those of a layer.
+        self.inner: InnerMerger | None = InnerMerger(source, config) if config.inner > 1 else None
         self.norm: Norm | None = source.norm("model.norm") if own.norm_after else None
         self.projector = own.projector(source, config)
         self.deepstack: list[Projector] = []
@@ -309,7 +312,8 @@ class TileGroup:
     def __init__(self, tower: Tower, tiles: Sequence[Tile]) -> None:
         self._tower = tower
         self._class = int(tower.class_row is not None)
-        lengths = [self._class + len(where.rows) for _, where in tiles]
+        self._tiles = tiles
+        self._lengths = lengths = [self._class + len(where.rows) for _, where in tiles]
         self.patches = sum(lengths)
         #: For each token its row, where windows reorder them.
         self._order: Tensor | None = None
@@ -354,7 +358,12 @@ class TileGroup:
             if number in tower.config.deepstack:
                 project = tower.deepstack[len(deepstack)]
                 deepstack.append((yield from self._projected(project, self._stream())))
-        rows = yield from self._projected(tower.projector, self._result())
+            if tower.inner is not None and number == tower.config.inner_after:
+                yield from self._with_fewer_rows(tower.inner)
+        if isinstance(tower.projector, Queries):
+            rows = yield from self._queried(tower.projector, self._result())
+        else:
+            rows = yield from self._projected(tower.projector, self._result())
         if self._order is not None:
             rows = tower.ops.select_rows(rows, self._order)
         self.rows = torch.cat([rows, *deepstack], dim=1) if deepstack else rows
@@ -377,6 +386,20 @@ class TileGroup:
             sums.append(total)
         self._delta, self._residual = torch.cat(deltas), torch.cat(sums)
 
+    def _with_fewer_rows(self, merger: InnerMerger) -> Iterator[None]:
+        """Squares of rows become one row, and sequences shorter."""
+        config, x, found = self._tower.config, self._stream(), list[Tensor]()
+        size = len(x) if self._parts is None else inner_size(self._parts, config)
+        for begin in range(0, len(x), size):
+            if self._parts is not None:
+                yield
+            found.append(merger(x[begin : begin + size]))
+        self._delta, self._residual = torch.cat(found), None
+        lengths, ops = after_inner(self._lengths, config), self._tower.ops
+        empty = ops.empty(sum(lengths), 0)
+        self._parts = parts_of(lengths, config)
+        self._full = self._windows = Steps(lengths, PAGE_SIZE, ops, (empty, empty), self._parts)
+
     def _projected(self, project: Projector, x: Tensor) -> Generator[None, None, Tensor]:
         """Tokens of patches."""
         if self._parts is None:
@@ -385,6 +408,19 @@ class TileGroup:
         for begin in range(0, len(x), size):
             yield
             found.append(project(x[begin : begin + size]))
+        return torch.cat(found)
+
+    def _queried(self, project: Queries, x: Tensor) -> Generator[None, None, Tensor]:
+        """Tokens of tiles."""
+        found, first = list[Tensor](), 0
+        for _, where in self._tiles:
+            count = len(where.rows)
+            for rows in project.of_tile(x[first : first + count], where):
+                if rows is None:
+                    yield
+                else:
+                    found.append(rows)
+            first += count
         return torch.cat(found)
 
     def _in_windows(self, tiles: Sequence[Tile]) -> tuple[list[Tile], list[int]]:

@@ -56,9 +56,14 @@ def replaced(module: str, name: str, **attributes: Any) -> Callable[[Any, Any, P
         for method in ("_get_number_of_features", "_get_unpadded_features"):
             if hasattr(cls, method):
                 setattr(this, method, getattr(cls, method).__get__(this))
-        extra = {"image_token_divisor": 16} if name.startswith("MiniCPM") else {}
-        text: str = cls.replace_image_token(this, outputs, 0, **extra)
-        return text
+        if not name.startswith("MiniCPM"):
+            text: str = cls.replace_image_token(this, outputs, 0)
+            return text
+        # Its class puts the number of an image before it in a second step.
+        joined = 4 if theirs.downsample_mode == "4x" else 16
+        return "<image_id>0</image_id>" + cls.replace_image_token(
+            this, outputs, 0, image_token_divisor=joined
+        )
 
     return text
 
@@ -136,6 +141,23 @@ _IDEFICS_TEXT = {
     "global_image_tag": "<global-img>",
     "global_image_token": "<global-img>",
 }
+_MINICPM = Family(
+    {"model_type": "minicpmv4_6", "vision_config": _tower(None, 14)},
+    ("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+    {"scale_resolution": 112},
+    replaced(
+        "minicpmv4_6",
+        "MiniCPMV4_6Processor",
+        image_token="<|image_pad|>",
+        slice_mode=True,
+        **{
+            f"{name}_{place}_token": f"<{'/' * (place == 'end')}{name}>"
+            for name in ("image", "slice")
+            for place in ("start", "end")
+        },
+    ),
+    "<|image_pad|>",
+)
 _SIZES = [[56 * rows, 56 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 
 FAMILIES = {
@@ -206,6 +228,11 @@ FAMILIES = {
         "[IMG]",
         {"patch_size": 14, "spatial_merge_size": 2},
         {"patch_size": {"height": 28, "width": 28}},
+    ),
+    "minicpmv4.6": _MINICPM,
+    "minicpmv4.6-4x": _MINICPM._replace(
+        config={**_MINICPM.config, "downsample_mode": "4x"},
+        keys={"scale_resolution": 112, "downsample_mode": "4x", "max_slice_nums": 4},
     ),
     "llava": Family(
         {"model_type": "llava", "vision_config": _tower(112, 14)},

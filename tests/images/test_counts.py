@@ -49,6 +49,22 @@ def gemma4(height: int, width: int) -> int:
     return int(rows * columns // 48**2)
 
 
+def minicpm(height: int, width: int) -> int:
+    """An image with a fifth more tokens than square slices have is refused."""
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
+        MiniCPMV4_6ImageProcessorPil,
+    )
+
+    theirs = MiniCPMV4_6ImageProcessorPil()
+    how = {"scale_resolution": 448, "patch_size": 14, "downsample_mode": "16x"}
+    grid = theirs.get_sliced_grid((height, width), 9, 448)
+    sizes = [theirs.find_best_resize((height, width), allow_upscale=grid is None, **how)]
+    if grid is not None:
+        sizes.append(theirs.get_refine_size((height, width), grid, allow_upscale=True, **how))
+    tokens = sum(rows * columns for rows, columns in sizes) // 56**2
+    return tokens if tokens <= 768 else 0
+
+
 def internvl(height: int, width: int) -> int:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
@@ -92,6 +108,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int], int]
         {"model_type": "gemma4", "vision_config": {"patch_size": 16, "pooling_kernel_size": 3}},
         {},
         gemma4,
+    ),
+    "MiniCPM-V 4.6": (
+        {"model_type": "minicpmv4_6", "vision_config": {"patch_size": 14, "image_size": 980}},
+        {"scale_resolution": 448, "max_slice_nums": 9, "patch_size": 14},
+        minicpm,
     ),
     "InternVL 3": (
         {

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sdk.images.processors import image_processor
 from tests.images.families import FAMILIES, SIZES, image, normalized, shown, their_tiles
 
 
@@ -44,6 +45,29 @@ def test_pixels_and_text_are_those_of_transformers(name: str) -> None:
 def test_pixels_and_text_are_those_of_transformers_in_many_sizes(name: str) -> None:
     compare(name, [size for index, size in enumerate(SIZES) if index % 4])
     compare(name, [(768, 1366), (2000, 1500)])
+
+
+def test_slices_of_minicpmv_up_to_4_5_are_multiples_of_a_patch() -> None:
+    """Their processor's code is beside the weights. It is that of 4.6 with another unit, here half
+    a patch that is joined twice. All slices have as many tokens."""
+    from transformers.models.minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    config = {"model_type": "minicpmv", "vision_config": {"patch_size": 14}, "query_num": 64}
+    ours = image_processor(config, {"scale_resolution": 112, "max_slice_nums": 9})
+    theirs = MiniCPMV4_6ImageProcessorPil(
+        scale_resolution=112, patch_size=7, downsample_mode="4x", max_slice_nums=9
+    )
+    for size in SIZES:
+        pixels = image(*size)
+        outputs = theirs(pixels, input_data_format="channels_last")
+        read, [(rows, columns)] = ours.read(pixels), outputs["grids"]
+        for tile, other in zip(read.tiles, their_tiles(theirs, outputs), strict=True):
+            np.testing.assert_array_equal(normalized(tile, theirs), other, err_msg=str(size))
+        one = "<slice>" + "<unk>" * 64 + "</slice>"
+        slices = "\n".join([one * columns] * rows)
+        text = "<image_id>2</image_id><image>" + "<unk>" * 64 + "</image>" + slices
+        assert shown(ours.layout(read, 2), "<unk>") == text
+    assert ours.most_tokens == 640
 
 
 def test_the_prompt_of_paligemma_is_framed_as_by_transformers() -> None:

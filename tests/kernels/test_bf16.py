@@ -12,7 +12,8 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import levels, open_backend
 from sdk.kernels.cpu.attention import RoundedAttention
 from sdk.kernels.cpu.packed_linear import RoundedLinear
-from sdk.kernels.errors import KernelError
+from sdk.kernels.kv.kv_types import KV_TYPES
+from sdk.kernels.kv.pages import KVPages
 from sdk.kernels.operators.ops import Ops
 from sdk.kernels.weights.layouts import Dense
 from sdk.models.vision.sequences import num_pages, sequence_batch, sequence_pages
@@ -93,10 +94,27 @@ def test_attention_is_as_close_to_float64_as_torchs_in_bfloat16(ops: Ops, width:
 
 
 @needs_bf16
-def test_attention_in_bfloat16_needs_pages_of_whole_vectors(ops: Ops) -> None:
-    q = torch.randn(24, 2, 64)
-    with pytest.raises(KernelError, match=r"pages of 16, 32, 64, \.\.\. slots .* found 24"):
-        attend(ops, q, q, q, [24], 24)
+@pytest.mark.parametrize(("slots", "width", "room"), [(24, 64, 64), (16, 72, 72), (8, 40, 48)])
+def test_pages_without_whole_vectors_are_read_without_rounding(
+    ops: Ops, slots: int, width: int, room: int
+) -> None:
+    """Pages of another number of slots, or whose values lie one directly behind the other."""
+    torch.manual_seed(2)
+    lengths, heads = [40, 7], 2
+    q, k, v = (torch.randn(sum(lengths), heads, width) for _ in range(3))
+    found = []
+    for rounding in (True, False):
+        batch = sequence_batch(lengths, slots, ops)
+        count = num_pages(lengths, slots)
+        turned = torch.zeros(count, heads, width, slots, dtype=torch.bfloat16)
+        values = torch.zeros(count, heads, slots, room, dtype=torch.bfloat16)[..., :width]
+        kind = KV_TYPES["bfloat16"]
+        pages = KVPages(turned.transpose(2, 3), values, kind, kind)
+        none = ops.empty(len(q), 0)
+        asked = ops.rope_and_cache(q.clone(), k, v, none, none, batch, pages)
+        run = ops if rounding else Ops(num_threads=1)
+        found.append(run.attention(asked, pages, batch, scale=width**-0.5, causal=False))
+    assert ops.rounded and torch.equal(*found)
 
 
 @needs_bf16

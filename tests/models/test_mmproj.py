@@ -18,7 +18,7 @@ from sdk.loaders.gguf_files.reader import read_gguf
 from sdk.loaders.open import open_checkpoint
 from sdk.models.parallel import Mesh
 from sdk.models.vision.anyres import packed_tokens
-from sdk.models.vision.family import vision_of
+from sdk.models.vision.family import VISION, WHOLE, vision_of
 from sdk.models.vision.tower import build_tower
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, STRING, U32, save_gguf
@@ -84,13 +84,24 @@ def test_a_file_has_the_tower_of_its_folder(name: str, tmp_path: Path, ops: Ops)
     assert own.config.stand_in == folder.config.stand_in
 
 
-def test_the_file_of_lfm2_has_the_tower_of_its_folder(tmp_path: Path, ops: Ops) -> None:
+@pytest.mark.parametrize(
+    ("name", "text_type", "token", "sizes"),
+    [
+        ("lfm2_vl", "lfm2", "<image>", [(28, 42)]),
+        ("minicpmv4_6", "qwen3_5_text", "<|image_pad|>", [(56, 84), (28, 56)]),
+        ("minicpmv4_6-4x", "qwen3_5_text", "<|image_pad|>", [(42, 28)]),
+    ],
+)
+def test_the_file_beside_a_hybrid_has_the_tower_of_its_folder(
+    name: str, text_type: str, token: str, sizes: list[tuple[int, int]], tmp_path: Path, ops: Ops
+) -> None:
     """Its text model has other layers than attention; here that of SmolVLM stands for it."""
-    model = vision_model("lfm2_vl")
+    model = vision_model(name)
     model.save_pretrained(tmp_path / "folder")
-    path = save_gguf(tmp_path / "mmproj.gguf", mmproj_file(model, "lfm2_vl"))
-    text = save_gguf(tmp_path / "text.gguf", text_file(vision_model("smolvlm"), "smolvlm"))
-    config = {"model_type": "lfm2", "hidden_size": 64}
+    path = save_gguf(tmp_path / "mmproj.gguf", mmproj_file(model, name))
+    stand_in = text_file(vision_model("smolvlm"), "smolvlm", token=token)
+    text = save_gguf(tmp_path / "text.gguf", stand_in)
+    config = {"model_type": text_type, "hidden_size": 64}
     own = Mmproj(path, read_gguf(text), config)
     view: Any = SimpleNamespace(
         path=path,
@@ -106,9 +117,13 @@ def test_the_file_of_lfm2_has_the_tower_of_its_folder(tmp_path: Path, ops: Ops) 
     tower = build_tower(view, Mesh(), ops)
     folder = build_tower(open_checkpoint(tmp_path / "folder"), Mesh(), ops)
     assert tower is not None and folder is not None and own.unused() == []
-    pictures = [image(tower.config, [(28, 42)], 1)]
+    assert tower.config.inner_after == folder.config.inner_after
+    pictures = [image(tower.config, sizes, 1)]
     found, expected = encode(tower, pictures)[0], encode(folder, pictures)[0]
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    if name != "lfm2_vl":  # whose tiles are no multiples of 7 pixels
+        whole = {**own.config[WHOLE], "vision_config": own.config[VISION]}
+        assert image_processor(whole, own.processor).most_tokens
 
 
 def test_a_file_is_found_beside_its_model(tmp_path: Path) -> None:
@@ -190,9 +205,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "has_vision_encoder: expected true, found False: files for sound alone",
     ),
     "projector": (
-        {"clip.projector_type": (STRING, "resampler")},
+        {"clip.projector_type": (STRING, "ldpv2")},
         UnsupportedError,
-        "clip.projector_type: expected one of .*gemma3.*, found 'resampler'",
+        "clip.projector_type: expected one of .*gemma3.*, found 'ldpv2'",
     ),
     "family": (
         {"clip.projector_type": (STRING, "qwen3vl_merger")},

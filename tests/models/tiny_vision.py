@@ -163,6 +163,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [168, 168]],
         "vision_aspect_ratio": "anyres_max_4",
     },
+    "minicpmv4_6": {
+        "text_config": {
+            **HYBRID,
+            "model_type": "qwen3_5_text",
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        "vision_config": {**SIGLIP, "model_type": "minicpmv4_6_vision"},
+        "insert_layer_id": 1,
+        "image_token_id": 90,
+    },
+    # without the merger within the encoder
+    "minicpmv4_6-4x": {
+        "text_config": {
+            **HYBRID,
+            "model_type": "qwen3_5_text",
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        "vision_config": {**SIGLIP, "model_type": "minicpmv4_6_vision"},
+        "downsample_mode": "4x",
+        "image_token_id": 90,
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {
@@ -349,6 +370,20 @@ def _lfm2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     return torch.cat(found)
 
 
+def _minicpm_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """All tiles side by side, as its processor writes them."""
+    pixels, sizes, side = [], [], config.patch
+    for tile in own.tiles:
+        values = normalized(tile, config)
+        down, right = values.shape[1] // side, values.shape[2] // side
+        parts = values.view(3, down, side, right, side).permute(0, 2, 1, 3, 4)
+        pixels.append(parts.reshape(3, side, down * right * side))
+        sizes.append([down, right])
+    given = torch.cat(pixels, dim=2)[None], torch.tensor(sizes, dtype=torch.int32)
+    with torch.no_grad():
+        return _joined(model.get_image_features(*given).pooler_output)
+
+
 def _anyres_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     pixels, sizes = [normalized(tile, config) for tile in own.tiles], torch.tensor([own.size])
     with torch.no_grad():
@@ -362,6 +397,7 @@ _OTHERS = {
     "llava_onevision": _anyres_rows,
     "idefics3": _idefics_rows,
     "lfm2_vl": _lfm2_rows,
+    "minicpmv4_6": _minicpm_rows,
     "mistral3": _mistral_rows,
     "smolvlm": _idefics_rows,
 }

@@ -10,6 +10,7 @@ from sdk.images.processors.base import ImageProcessor
 from sdk.images.processors.canvas import InternProcessor, LfmProcessor
 from sdk.images.processors.gemma4 import Gemma4Processor
 from sdk.images.processors.idefics import IdeficsProcessor
+from sdk.images.processors.minicpm import QueriedSliceProcessor, SliceProcessor
 from sdk.images.processors.pixtral import PixtralProcessor
 from sdk.images.processors.qwen import QwenProcessor
 from sdk.images.processors.settings import Settings
@@ -54,6 +55,8 @@ _PROCESSORS: dict[str, dict[str, _Maker]] = {
     "llava_onevision": {"LlavaOnevisionImageProcessor": OneVisionProcessor},
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
+    "minicpmv": {"MiniCPMVImageProcessor": QueriedSliceProcessor},
+    "minicpmv4_6": {"MiniCPMV4_6ImageProcessor": SliceProcessor},
     "mistral3": {"PixtralImageProcessor": PixtralProcessor},
     "internvl": {"GotOcr2ImageProcessor": InternProcessor},
     "lfm2_vl": {"Lfm2VlImageProcessor": LfmProcessor},

@@ -83,10 +83,15 @@ class ImageProcessor(ABC):
         """
         return self.tiling(height, width).num_tokens
 
-    def layout(self, image: ImageInput) -> list[str | int]:
-        """What replaces one placeholder: text, and numbers of image tokens. Text and numbers
-        alternate. The text belongs to that around the placeholder: join them before tokenizing."""
-        return joined(self._marked(self.tiling(*image.size)))
+    def layout(self, image: ImageInput, number: int = 0) -> list[str | int]:
+        """What replaces the placeholder of the image ``number`` of a prompt, from 0 on: text, and
+        numbers of image tokens. Text and numbers alternate. The text belongs to that around the
+        placeholder: join them before tokenizing."""
+        return joined([self.before(number), *self._marked(self.tiling(*image.size))])
+
+    def before(self, number: int) -> str:
+        """What a prompt has before its image ``number``; most models' have nothing."""
+        return ""
 
     def framed(self, prompt: str, bos: str) -> str:
         """A prompt with placeholders as the model's own processor frames it; most do not. ``bos``:

@@ -215,17 +215,17 @@ class ImageReader:
         return ImageTexts(
             self._processor.placeholder,
             self._processor.written,
-            tuple(self._expanded(tokenizer, image) for image in images),
+            tuple(self._expanded(tokenizer, image, number) for number, image in enumerate(images)),
         )
 
-    def _expanded(self, tokenizer: Tokenizer, image: ImageInput) -> str:
+    def _expanded(self, tokenizer: Tokenizer, image: ImageInput, number: int) -> str:
         spelled = tokenizer.id_to_token(self.token_id)
         if spelled is None:
             raise RequestError(
                 f"images: the vocabulary has no token {self.token_id}, which stands for images; "
                 "load the model with its own tokenizer"
             )
-        pieces = self._processor.layout(image)
+        pieces = self._processor.layout(image, number)
         return "".join(one if isinstance(one, str) else spelled * one for one in pieces)
 
     def alone(self, text: object, images: Sequence[ImageInput]) -> tuple[PromptImage, ...]:
