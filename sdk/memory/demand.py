@@ -154,18 +154,23 @@ def hand_over_ring(page_bytes: int) -> int:
 
 
 def hand_over_bytes(
-    page_bytes: int, page_size: int, windows: Sequence[WindowGroup] = (), slot_bytes: int = 0
+    page_bytes: int,
+    page_size: int,
+    windows: Sequence[WindowGroup] = (),
+    state_bytes: int = 0,
+    largest_state: int = 0,
 ) -> int:
     """What a replica takes for hand-overs: 2 * (8 MiB + 8 MiB) = 32 MiB, or with pages of more than
     4 MiB what these need. The sender has what it read and the rings; the receiver reads rows of
     pages where they lie in the same rings. Frames and states of a request are whole on both sides,
-    at the receiver in their parts too.
+    at the receiver in their parts too. ``state_bytes``: of a snapshot, which is what travels;
+    ``largest_state``: of the layer on one rank that has most of it.
     """
-    rest = slot_bytes + sum(
+    rest = state_bytes + sum(
         pages_in_window(group.window, 1, page_size) * group.frame_bytes for group in windows
     )
     read = max(HAND_OVER_READ_BYTES, page_bytes, 2 * rest)
-    return HAND_OVERS * (read + hand_over_ring(max(page_bytes, slot_bytes)))
+    return HAND_OVERS * (read + hand_over_ring(max(page_bytes, largest_state)))
 
 
 def draft_tokens(vocab_size: int, most: int, requests: int) -> int:

@@ -62,7 +62,7 @@ def plan_memory(
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights.total,
-        workspace=working[0],
+        workspace=working[0] + share.ids,
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
         num_pages=share.pages,
@@ -85,6 +85,7 @@ def plan_memory(
         adapters=demand.adapter_bytes,
         experts=demand.experts,
         images=demand.images,
+        hand_over=demand.hand_over_bytes,
     )
     too_few = share.longest * demand.page_size < context
     if too_few or plan.total > limit:

@@ -101,7 +101,8 @@ class MemoryPlan:
     those in their window, with one frame for padding, if it is separate; ``states``: that of
     recurrent states. On a CPU these are shares at the start: memory moves between them as requests
     need it. ``row_drafts``: the most draft tokens of one request. ``experts``: if only some stay in
-    memory, which are part of ``weights``.
+    memory, which are part of ``weights``. ``hand_over``: the part of ``workspace`` that hand-overs
+    between replicas take.
     """
 
     budget: int | None
@@ -130,6 +131,7 @@ class MemoryPlan:
     states: StateSlots | None = None
     row_drafts: int = 0
     experts: ExpertShare | None = None
+    hand_over: int = 0
     replicas: int = 1
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)

@@ -46,6 +46,7 @@ from sdk.models.configs.activation_type import activation_type
 from sdk.models.configs.config import ModelConfig
 from sdk.models.experts.placement import check_spread
 from sdk.models.parallel import Mesh
+from sdk.quant.caches import StateCache
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import KVSpec
 
@@ -281,9 +282,7 @@ def _demand(
         on_cards=on_cards,
         whole_experts=config.redundant_experts is not None,
         lockstep=config.lockstep_engines,
-        hand_over_bytes=hand_over_bytes(page_bytes, config.block_size, groups, slot_bytes)
-        if config.prefill_replicas
-        else 0,
+        hand_over_bytes=_hand_over_bytes(config, spec, groups, rounded_bytes or slot_bytes),
         captured_tokens=0 if eager else min(config.step_tokens, MOST_TOKENS),
         num_pages=None if model.causal else step_pages(config),
         windows=groups,
@@ -291,6 +290,17 @@ def _demand(
         rounded_bytes=rounded_bytes,
         row_drafts=0 if speculative is None else speculative.num_speculative_tokens,
     )
+
+
+def _hand_over_bytes(
+    config: EngineConfig, spec: KVSpec, groups: tuple[WindowGroup, ...], state_bytes: int
+) -> int:
+    if not config.prefill_replicas:
+        return 0
+    kept = spec if config.state_snapshot_dtype == "auto" else spec.with_rounded_states
+    states = (one.nbytes for one in kept.caches if isinstance(one, StateCache))
+    largest = max(states, default=0)
+    return hand_over_bytes(spec.page_bytes, spec.page_size, groups, state_bytes, largest)
 
 
 def _bytes_of_states(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from sdk.kernels.system import SYSTEM
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.models.auto import read_config
 from sdk.models.configs.config import ModelConfig
-from sdk.quant.caches import AttentionCache, StateCache, window_groups
+from sdk.quant.caches import StateCache, window_groups
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
 from sdk.quant.safe_repr import safe_repr
@@ -189,11 +189,8 @@ def why_one_group(config: EngineConfig, model: ModelConfig) -> str:
     left it, or none has one."""
     if not model.causal or not window_groups(model.caches):
         return ""
-    attention = (one for one in model.caches if isinstance(one, AttentionCache))
     asked = {
         "kv_policy": config.kv_policy is not None,
-        # what is handed over consists of pages first
-        "prefill_replicas": config.prefill_replicas > 0 and all(one.window for one in attention),
         "enable_chunked_prefill=False": not config.enable_chunked_prefill,
     }
     given = " and ".join(name for name, is_set in asked.items() if is_set)
@@ -215,14 +212,6 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_policy: found {safe_repr(config.kv_policy)}: a state has no older tokens to keep "
             f"in fewer bits, and pages share their memory with {found}; give keys and values one "
             "type with kv_cache_dtype"
-        )
-    if config.prefill_replicas and not any(
-        isinstance(cache, AttentionCache) for cache in model.caches
-    ):
-        raise RequestError(
-            f"prefill_replicas: expected 0, found {config.prefill_replicas}: this model ("
-            f"{model.model_type}) has recurrent states alone, and what replicas hand over begins "
-            "with pages of keys and values; leave the option out"
         )
     if drafts:
         raise RequestError(

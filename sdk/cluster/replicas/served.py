@@ -20,7 +20,6 @@ from sdk.kernels.system import SYSTEM
 from sdk.loading.alternatives import checked_plan
 from sdk.loading.load import ModelFacts, read_facts
 from sdk.loading.quant_report import QuantReport
-from sdk.memory.demand import hand_over_bytes
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.resolve import open_model, threads_of
 from sdk.metrics.slo import SLO
@@ -267,9 +266,7 @@ class _Memory:
         others = (plan.replicas - 1) * plan.shared
         own = (budget + others) // plan.replicas
         if plan.config is not None and plan.config.prefill_replicas:
-            slot = 0 if plan.states is None else plan.states.slot_bytes
-            # replicas do not know of it
-            own -= hand_over_bytes(plan.page_bytes, plan.page_size, plan.windows, slot)
+            own -= plan.hand_over  # replicas do not know of it
         if own <= plan.shared:
             raise OutOfMemoryError(
                 f"resize: {budget} bytes leave no room for {plan.replicas} replicas, which take "

@@ -59,8 +59,7 @@ class EnginePages:
     def of(cls, llm: LLM) -> EnginePages:
         """Those of an ``LLM``; they do not keep it open.
 
-        :raises RequestError: its layers are in several processes, several engines serve it, or no
-            layer keeps all tokens.
+        :raises RequestError: its layers are in several processes, or several engines serve it.
         """
         driver, prefixes = llm._driver, llm._prefixes
         whole = llm.config.pipeline_parallel_size == 1
@@ -68,12 +67,6 @@ class EnginePages:
             raise RequestError(
                 "hand over: expected one engine with all layers; use data_parallel_size=1 and "
                 "pipeline_parallel_size=1"
-            )
-        if not prefixes.kept.spec.layers_in(0):
-            raise RequestError(
-                f"hand over: expected a layer that keeps all tokens, found none in "
-                f"{prefixes.model_key.name} (see explain()): such prefixes are not handed over "
-                "yet; save them with snapshot() and restore()"
             )
         return cls(driver, prefixes.kept, prefixes.model_key)
 

@@ -218,7 +218,13 @@ class Intake:
             return
         self._pace.wait()
         kept, rest = self._pages.kept, self._rest.layers()
-        if not self._pace.write(1, 0.0, lambda _: kept.write_rest(self._keys, rest)):
+
+        def write(_: int) -> bool:
+            if not self._pages.page_layers:  # there is nothing in pages, but prefixes have them
+                self.num_tokens = kept.write_pages(self._keys, 0, ()) * self._pages.page_size
+            return kept.write_rest(self._keys, rest)
+
+        if not self._pace.write(1, 0.0, write):
             raise TransferError(
                 f"the KV cache has no room for the states or windows after {self._end} tokens"
             )
@@ -228,8 +234,10 @@ class Intake:
         rows: list[Rows] = []
         last = self._digests[self._end // self._offer.spec.page_size - 1]
         begin = time.thread_time()
+        has_rows = bool(self._pages.page_layers)
         while not isinstance(part := receiving.receive(), End):
-            if self.num_tokens == self._end and self._rest.take(part, last):
+            are_written = self.num_tokens == self._end or not has_rows
+            if are_written and self._rest.take(part, last):
                 receiving.release()
                 continue
             self._check(part, rows)
@@ -239,7 +247,7 @@ class Intake:
                 rows = []
                 receiving.release()
                 begin = time.thread_time()
-        if rows or part.num_tokens != self.num_tokens:
+        if rows or (has_rows and part.num_tokens != self.num_tokens):
             raise TransferError(
                 f"the sender says that it sent {part.num_tokens} tokens; {self.num_tokens} arrived"
             )
@@ -248,10 +256,11 @@ class Intake:
     def _check(self, part: Part, rows: list[Rows]) -> None:
         """:raises TransferError: it is not the part that follows the others of its group."""
         count, at, unit = len(part.rows), self.num_tokens, self._unit
-        layer = self._pages.page_layers[len(rows)]
+        layer = next(iter(self._pages.page_layers[len(rows) :]), None)
         if (part.layer, part.first) != (layer, at):
+            wanted = "no more" if layer is None else f"layer {layer} of the tokens from {at} on"
             raise TransferError(
-                f"expected layer {layer} of the tokens from {at} on, found layer {part.layer} "
+                f"expected {wanted}, found layer {part.layer} "
                 f"from {part.first} on: a part is missing, repeated or out of order"
             )
         size = self._pages.group_bytes(count)

@@ -169,8 +169,8 @@ def read_offer(frame: Frame) -> Offer:
         if windows and windows != window_groups(caches):
             raise ValueError("windows")
         spec = KVSpec(layers, heads, head_dim, page_size, _text(fields["dtype"]), caches, windows)
-        if spec.head_dim % 2 or ">" in spec.dtype or not spec.layers_in(0):
-            raise ValueError("head_dim, dtype or no layer with pages")
+        if spec.head_dim % 2 or ">" in spec.dtype:
+            raise ValueError("head_dim or dtype")
         for layer in range(layers if caches else 1):
             row_shape(spec, layer)
         ranks = _count(fields["ranks"], "ranks")

@@ -168,11 +168,12 @@ class HandOverSender:
             end = len(offer.token_ids) // sending.unit * sending.unit
             digests = offer.digests()
             while at < end:
-                found = self._next(task, sending, at, end)
-                if found is None:
+                count, rows = self._next(task, sending, at, end)
+                if not count:
                     break
-                at = self._send(sending, digests, at, found)
-                del found  # before more is read
+                self._send(sending, digests, at, count, rows)
+                at += count
+                del rows  # before more is read
             problem = None if at >= end else f"the sender has only {at} of {end} tokens"
             if at >= end > known and not self._send_rest(task, sending, digests, end):
                 problem = f"the sender has not the states or windows any more after {end} tokens"
@@ -181,31 +182,31 @@ class HandOverSender:
                 problem = f"the receiver has only {cached} of {at} tokens that it got"
             return HandedOver(offer.transfer_id, cached, known, problem)
 
-    def _next(self, task: _Task, sending: Sending, at: int, end: int) -> list[Rows] | None:
-        """The pages from token ``at`` on that are there, at least a unit; waits for them.
-        ``None``: no more will come.
+    def _next(self, task: _Task, sending: Sending, at: int, end: int) -> tuple[int, list[Rows]]:
+        """The pages from token ``at`` on that are there, in whole units: how many tokens, and the
+        rows of each layer that keeps all of them. Waits for the first. 0: no more will come.
         """
         pages, size = self._pages, self._pages.page_size
         per_unit, unit_bytes = sending.unit // size, pages.group_bytes(sending.unit)
 
-        def read() -> tuple[list[Rows] | None, bool]:
+        def read() -> tuple[int, list[Rows], bool]:
             more = self._may_come(task, keys[:per_unit])
             most = self._read_bytes
             if not pages.driver.has_work:  # no step to send during: begin to send early
                 most = min(most, sending.most_bytes)
-            units = max(most // unit_bytes, 1)
-            units = min(units, pages.kept.num_cached(keys) // per_unit)
-            return pages.kept.read_pages(keys[: units * per_unit]), more
+            units = pages.kept.num_cached(keys) // per_unit
+            if unit_bytes:
+                units = min(units, max(most // unit_bytes, 1))
+            count, rows = pages.kept.read_pages(keys[: units * per_unit])
+            return count // per_unit * sending.unit, rows, more
 
         keys = task.keys[at // size : end // size]
         sent = time.monotonic()
         while True:
             # If a step of the request runs, this waits for its end, and reads before the next one.
-            found, more = pages.driver.between_steps(read)
-            if found is not None:
-                return found if len(found[0]) >= sending.unit else None
-            if not more:
-                return None
+            count, rows, more = pages.driver.between_steps(read)
+            if count or not more:
+                return count, rows
             self._wait(task, keys[:per_unit])
             if time.monotonic() > sent + _KEEP_ALIVE_S:
                 sending.keep_alive()
@@ -249,9 +250,12 @@ class HandOverSender:
                 sending.send(Part(layer, first + begin, rows[begin : begin + step], digest))
         return True
 
-    def _send(self, sending: Sending, digests: list[bytes], at: int, found: list[Rows]) -> int:
-        """Send whole units in groups; returns where they end."""
-        count = len(found[0]) // sending.unit * sending.unit
+    def _send(
+        self, sending: Sending, digests: list[bytes], at: int, count: int, found: list[Rows]
+    ) -> None:
+        """Send ``count`` tokens, whole units, in groups. Nothing if no layer keeps all tokens."""
+        if not found:
+            return
         size = self._pages.page_size
         units = max(sending.most_bytes // self._pages.group_bytes(sending.unit), 1)
         for begin in range(0, count, units * sending.unit):
@@ -259,4 +263,3 @@ class HandOverSender:
             digest = digests[(at + end) // size - 1]
             for layer, rows in zip(self._pages.page_layers, found, strict=True):
                 sending.send(Part(layer, at + begin, rows[begin:end], digest))
-        return at + count

@@ -5,6 +5,10 @@ A value is one page over all layers that keep all tokens, as a CHUNK frame
 (docs/cluster/hand_over.md); its key is the digest of the page (``Offer.digests``), which includes
 the model, the KV type, and all tokens before it. What other layers keep, windows and recurrent
 states, is one value for each prompt that was handed over, after its last page, as a REST frame.
+Models whose layers all have states or windows have such values alone.
+
+Engines with other options have other keys, so that they find nothing. What a model's values were
+last written with is in the store as an OFFER frame, so that the one that finds none can say why.
 """
 
 from __future__ import annotations
@@ -30,13 +34,17 @@ from sdk.cluster.transfer.engine_pages import checked_count
 from sdk.cluster.transfer.messages import (
     HEADER_BYTES,
     MOST_PAYLOAD,
+    Frame,
     Header,
     Kind,
     pack_header,
+    pack_offer,
     read_header,
+    read_offer,
     row_shape,
 )
 from sdk.engine.pages.prefix_store import rest_layers
+from sdk.quant.caches import StateCache
 from sdk.quant.spec import KVSpec
 
 #: What is taken from an engine at once.
@@ -72,15 +80,18 @@ class StoreConnector:
 
     def fetch(self, offer: Offer) -> StoreReceiving:
         """See :class:`sdk.cluster.transfer.connector.KVSource`. With states or windows it returns
-        the longest prefix of the offer for which the store has states and windows, too.
+        the longest prefix of the offer for which the store has states and windows, too. If what it
+        has of the model was written with other options, it returns that, to be refused.
 
-        :raises TransferError: the store has them for none of its prefixes.
+        :raises TransferError: the store has them for none of its prefixes, or has other pages.
         """
         keys = _Keys(offer)
+        count = keys.num_pages(self._store)
         if keys.rest_layers:
-            count = keys.num_pages(self._store)
-            while count and not self._store.contains(keys.rest(count)):
-                count -= 1
+            count = keys.num_usable(self._store, count)
+        if not count and (other := keys.written_otherwise(self._store)):
+            return StoreReceiving(self._store, other)
+        if keys.rest_layers:
             if not count:
                 raise TransferError(
                     "the store has no state or window after which this prompt could go on: hand "
@@ -105,8 +116,13 @@ class _Keys:
         self.page_layers, self.rest_layers = spec.layers_in(0), rest_layers(spec)
         self.digests = offer.digests()
         self.pages = self.digests
+        #: Of the values of this model, and of those that were written with these options.
+        self.model = sha256(b"model" + offer.model.digest.encode()).digest()
+        ranks = offer.ranks if any(isinstance(one, StateCache) for one in spec.caches) else 1
+        written = repr((ranks, spec)).encode()
+        self.options = sha256(self.model + offer.numerics + written).digest()
         if self.rest_layers:
-            kept = repr((offer.ranks, spec.page_size, spec.windows, spec.caches)).encode()
+            kept = repr((ranks, spec.page_size, spec.windows, spec.caches)).encode()
             self.pages = [sha256(kept + digest).digest() for digest in self.digests]
 
     def rest(self, num_pages: int) -> bytes:
@@ -114,9 +130,50 @@ class _Keys:
         return sha256(b"rest" + self.pages[num_pages - 1]).digest()
 
     def num_pages(self, store: KVStore) -> int:
-        """How many of the first pages a store has."""
+        """How many of the first pages a store has. If nothing is in pages, those before the last of
+        its states and windows."""
+        if not self.page_layers:
+            return self.num_usable(store, len(self.pages))
         missing = (i for i, key in enumerate(self.pages) if not store.contains(key))
         return next(missing, len(self.pages))
+
+    def num_usable(self, store: KVStore, num_pages: int) -> int:
+        """After how many of these pages the store has what the next token needs besides them."""
+        while num_pages and not store.contains(self.rest(num_pages)):
+            num_pages -= 1
+        return num_pages
+
+    def note_options(self, store: KVStore) -> None:
+        """Write down with which options the model's values are written, unless that is known."""
+        if store.contains(self.options) and store.contains(self.model):
+            return
+        tokens = (0,) * self.offer.spec.page_size
+        offer = replace(self.offer, transfer_id="-", token_ids=tokens, salt=None, adapter=None)
+        head, payload = pack_offer(offer)
+        for key in (self.options, self.model):
+            store.put(key, pack_header(Kind.OFFER, head, payload) + head + payload)
+
+    def written_otherwise(self, store: KVStore) -> _Keys | None:
+        """The keys of an offer with the options that the model's values were last written with, if
+        none was written with those of this offer.
+
+        :raises TransferError: their pages have another size, and stores do not convert them.
+        """
+        value = None if store.contains(self.options) else store.get(self.model)
+        if value is None:
+            return None
+        header, head, payload = _split(value)
+        header.check(head, payload)
+        if header.kind is not Kind.OFFER:
+            raise TransferError(f"expected options in a store, found a {header.kind.name} frame")
+        offer = read_offer(Frame(header.kind, head, payload))
+        found, own = offer.spec.page_size, self.offer.spec.page_size
+        if found != own:
+            raise TransferError(
+                f"block_size: the store has pages of {found} tokens of this model, this engine has "
+                f"pages of {own}; set the same for both, because a store does not convert pages"
+            )
+        return _Keys(offer)
 
 
 class StoreSending:
@@ -125,6 +182,7 @@ class StoreSending:
     def __init__(self, store: KVStore, offer: Offer) -> None:
         self._store = store
         self._keys = keys = _Keys(offer)
+        keys.note_options(store)
         self._rows: list[Rows] = []  # of a group that has not all layers yet
         self._rest: dict[int, list[Part]] = {layer: [] for layer in keys.rest_layers}
         self.unit = offer.spec.page_size
@@ -178,7 +236,8 @@ class StoreReceiving:
 
     def accept(self, num_known: int, unit: int, most_bytes: int) -> None:
         """See the protocol."""
-        self._next = num_known // self._keys.offer.spec.page_size
+        keys = self._keys
+        self._next = num_known // keys.offer.spec.page_size if keys.page_layers else len(keys.pages)
 
     def refuse(self, reason: str) -> None:
         """See the protocol."""

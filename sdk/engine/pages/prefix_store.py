@@ -383,16 +383,17 @@ class PrefixStore:
         """How many of these pages, from the first on, are cached. Changes nothing."""
         return len(self._scheduler.pool.match(keys))
 
-    def read_pages(self, keys: Sequence[PageKey]) -> list[Bytes] | None:
-        """These pages, up to the first one that is not cached in the first tier: for each layer
-        that keeps all tokens the rows of its tokens. ``None``: that is the first.
+    def read_pages(self, keys: Sequence[PageKey]) -> tuple[int, list[Bytes]]:
+        """How many of these pages there are, up to the first one that is not cached in the first
+        tier, and for each layer that keeps all tokens the rows of its tokens.
         """
         locations = self._scheduler.pool.locations(self._scheduler.pool.match(keys))
         lower = (i for i, location in enumerate(locations) if page_tier(location)[0])
         locations = locations[: next(lower, len(locations))]
-        if not locations:
-            return None
-        return joined_rows(self._executor.on_ranks(read_rows, locations), self._spec)
+        if not locations or not self._spec.layers_in(0):
+            return len(locations), []
+        answers = self._executor.on_ranks(read_rows, locations)
+        return len(locations), joined_rows(answers, self._spec)
 
     def refresh(self, keys: Sequence[PageKey]) -> int:
         """Make the cached ones of these pages, up to the first that is not, the most recently used;
@@ -406,7 +407,7 @@ class PrefixStore:
     def write_pages(self, keys: Sequence[PageKey], first: int, rows: Sequence[Bytes]) -> int:
         """Continue a cached prefix: ``keys`` are those of its pages up to the last new one, and
         ``rows`` those of its tokens from page ``first`` on, as ``read_pages`` returns them in an
-        engine with the same ``dtype`` and centres.
+        engine with the same ``dtype`` and centres; none if no layer keeps all tokens.
 
         Returns how many of the pages are cached now. These are fewer than ``keys`` if too few pages
         are unused, not counting those before ``first``, or if page ``first - 1`` is gone.
@@ -426,7 +427,8 @@ class PrefixStore:
             size = self._scheduler.config.page_size
             begin, end = (known - first) * size, (known - first + len(new)) * size
             some = [layer[begin:end] for layer in rows]
-            self._executor.on_ranks(write_rows, pool.locations(new), some, self.spec)
+            if some:
+                self._executor.on_ranks(write_rows, pool.locations(new), some, self.spec)
             for page, key in zip(new, keys[known:], strict=False):
                 pool.publish(page, key)
         finally:

@@ -14,6 +14,8 @@ from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
 from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.memory.demand import hand_over_bytes, hand_over_ring
 from tests.cluster.replicas.conftest import LIMIT_S, hurt, replicas, wait_for
+from tests.models.conftest import tiny
+from tests.models.test_model_architectures import ARCHITECTURES
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [
@@ -78,7 +80,26 @@ def test_hand_overs_of_large_pages_have_more_memory(page: int, expected: int) ->
 def test_hand_overs_of_windows_and_states_have_memory_for_those_of_a_request() -> None:
     window = WindowGroup(1024, 2**20, 0)  # of 65 pages
     assert hand_over_bytes(1, 16, (window,)) == 2 * (2 * 65 + 8) * 2**20
-    assert hand_over_bytes(1, 16, (), 50 * 2**20) == 2 * (2 * 50 + 100) * 2**20
+    mib = 2**20
+    assert hand_over_bytes(1, 16, (), 50 * mib, 50 * mib) == 2 * (2 * 50 + 100) * mib
+    # rings hold the state of a layer at a time
+    assert hand_over_bytes(1, 16, (), 50 * mib, 3 * mib) == 2 * (2 * 50 + 8) * mib
+
+
+def test_a_plan_counts_the_states_that_are_handed_over_as_they_travel(tmp_path: Path) -> None:
+    """Mamba-2 of 1.1 MiB a layer and sequence, in 32 bits and in 16 with scales."""
+    sizes = {"num_heads": 32, "head_dim": 64, "hidden_size": 1024, "state_size": 128}
+    options = ARCHITECTURES["mamba2"] | sizes | {"n_groups": 1, "num_hidden_layers": 8}
+    tiny("mamba2", **options).save_pretrained(tmp_path)
+    apart: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 128}
+    apart |= {"skip_tokenizer_init": True, "prefill_replicas": 1}
+    for dtype in ("auto", "float16"):
+        plan = LLM.plan(tmp_path, state_snapshot_dtype=dtype, **apart)
+        slots = plan.states
+        assert slots is not None
+        snapshot = slots.slot_bytes if dtype == "auto" else slots.rounded_bytes
+        assert plan.hand_over == 2 * (max(2 * snapshot, 8 * 2**20) + 8 * 2**20)
+        assert plan.hand_over == hand_over_bytes(0, 16, (), snapshot, snapshot // 8)
 
 
 @pytest.mark.slow

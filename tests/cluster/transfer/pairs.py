@@ -89,7 +89,8 @@ class Pair:
         [request_id] = self.a.enqueue([prompt], PREFILL)
         transfer_id = self.begin(prompt, request_id=request_id)
         self.a.wait_for_completion()
-        assert self.last.result(LIMIT).problem is None
+        problem = self.last.result(LIMIT).problem
+        assert problem is None, problem
         return self.end(transfer_id)
 
     def close(self) -> None:

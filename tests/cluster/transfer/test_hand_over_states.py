@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sdk import LLM, RequestError
+from sdk import LLM
 from sdk.api.errors import TransferError
-from sdk.cluster.transfer import EnginePages
 from sdk.cluster.transfer.connector import Part
 from sdk.cluster.transfer.intake import Rest
 from tests.cluster.transfer.pairs import (
@@ -29,8 +28,8 @@ from tests.cluster.transfer.pairs import (
 from tests.models.conftest import prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 
-#: Short convolutions, delta nets, Mamba-2 beside attention, windows.
-MODELS = ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "gemma4_text"]
+#: Short convolutions, delta nets, Mamba-2 beside attention, windows; states or windows alone.
+MODELS = ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "gemma4_text", "mamba2", "mistral"]
 IDS = prompt(70, 5)
 
 
@@ -202,17 +201,6 @@ def test_windows_that_keep_all_tokens_are_other_ones(tmp_path: Path) -> None:
         assert "windows of (8,) at the sender, and of () here" in (result.problem or "")
 
 
-def test_a_model_without_pages_is_refused(tmp_path: Path) -> None:
-    path = _saved("mamba2", tmp_path)
-    with (
-        LLM(path, max_model_len=128, skip_tokenizer_init=True) as llm,
-        pytest.raises(RequestError, match="hand over: expected a layer that keeps all tokens"),
-    ):
-        EnginePages.of(llm)
-    with pytest.raises(RequestError, match=r"prefill_replicas: .* has recurrent states alone"):
-        LLM.plan(path, max_model_len=128, data_parallel_size=2, prefill_replicas=1)
-
-
 def test_parts_after_the_pages_come_in_order(tmp_path: Path) -> None:
     with _pair(_saved("gemma4_text", tmp_path)) as two:
         pages = two.receiver._pages
@@ -234,7 +222,7 @@ def test_parts_after_the_pages_come_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "gemma4_text"])
+@pytest.mark.parametrize("name", ["lfm2", "gemma4_text", "mamba2"])
 def test_replicas_for_prompts_hand_over_to_those_that_answer(name: str, tmp_path: Path) -> None:
     options = {"max_model_len": 128, "skip_tokenizer_init": True}
     path = _saved(name, tmp_path)

@@ -111,7 +111,6 @@ def test_a_digest_depends_on_all_tokens_before_it_and_on_everything_else() -> No
         {"transfer_id": "x" * 5000},
         {"caches": [{}]},
         {"caches": [{"kv_heads": 2, "key_dim": 4, "value_dim": 4}] * 5},
-        {"caches": [{"state": [["conv", [2], "float32"]]}] * SPEC.num_layers},
         {"caches": [{"state": [["conv"]]}] * SPEC.num_layers},
         {"windows": [5]},
         {"windows": None},

@@ -28,8 +28,8 @@ from tests.models.conftest import prompt, tiny
 from tests.models.test_model_architectures import ARCHITECTURES
 from tests.scripts import ROOT
 
-#: Short convolutions, delta nets, Mamba-2 beside attention, windows.
-MODELS = ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "gemma4_text"]
+#: Short convolutions, delta nets, Mamba-2 beside attention, windows; states or windows alone.
+MODELS = ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "gemma4_text", "mamba2", "mistral"]
 IDS = prompt(70, 5)
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "skip_tokenizer_init": True, "num_threads": 1}
 #: Computes a prompt, puts it into a folder and says how it answers.
@@ -95,7 +95,7 @@ def test_answers_after_what_a_store_has_are_the_same_bits(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "gemma4_text"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "gemma4_text", "mamba2", "mistral"])
 def test_a_prefix_of_another_process_is_a_hit_here(name: str, tmp_path: Path) -> None:
     path, folder = saved(name, tmp_path / "model"), tmp_path / "kv"
     done = subprocess.run(
@@ -185,11 +185,39 @@ def test_what_was_not_stored_is_said(delta: Path) -> None:
         assert "a store takes at most 100" in (result.problem or "")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 32}, "block_size: the store has pages of 16 tokens of this model"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: the sender has float16, this engine int8"),
+        ({"enable_chunked_prefill": False}, "set the same kv_policy, enable_chunked_prefill"),
+    ],
+)
+def test_an_engine_with_other_options_learns_which(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path, values = saved("gemma4_text", tmp_path), MemoryStore(1 << 24)
+    with LLM(path, **OPTIONS) as llm:
+        put(llm, values)
+    with LLM(path, **OPTIONS, **options) as llm:
+        for ids in (IDS, prompt(70, 6)):  # also of a prompt that nobody has stored
+            result = fetch(llm, values, ids)
+            assert result.num_tokens == 0 and message in (result.problem or "")
+        put(llm, values)
+        result = fetch(llm, values, prompt(70, 6))  # now only the prompt is missing
+        assert result.num_tokens == 0 and message not in (result.problem or "")
+        assert fetch(llm, values)[1:] == (USABLE // 32 * 32, USABLE // 32 * 32, None)
+    with LLM(path, **OPTIONS) as llm:
+        assert fetch(llm, values)[1:] == (USABLE, 0, None)
+
+
 def test_engines_that_keep_other_states_do_not_find_each_other(delta: Path) -> None:
     values = MemoryStore(1 << 24)
     with LLM(delta, **OPTIONS) as llm:
         put(llm, values)
     with LLM(delta, **OPTIONS, state_snapshot_dtype="float16") as llm:
-        assert fetch(llm, values).num_tokens == 0
+        result = fetch(llm, values)
+        assert result.num_tokens == 0
+        assert "set the same state_snapshot_dtype for both" in (result.problem or "")
         assert put(llm, values)[1:] == (USABLE, 0, None)
         assert fetch(llm, values)[1:] == (USABLE, USABLE, None)
