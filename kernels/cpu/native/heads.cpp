@@ -26,7 +26,7 @@ void one_head(const KernelTable& kernels, const HeadsArgs& args, int64_t head, c
         kernels.linear_int(&part, &strips, scratch);
         return;
     }
-    const int64_t k = one.w->k, pass = rows_per_pass(tokens, k * 4);
+    const int64_t k = one.w->k, pass = float_rows_per_pass(tokens, k);
     float* const x = (float*)(scratch + linear_private_bytes(*one.w, pass, true));
     one.act.values = nullptr;
     for (int64_t t = 0; t < tokens; t += pass) {
@@ -56,7 +56,7 @@ size_t head_private_bytes(const HeadsArgs& args) {
     const Weight& w = *args.each.w;
     const size_t bytes = linear_private_bytes(w, tokens_of(args), args.each.exact != 0);
     if (in_integers(args.each)) return bytes;
-    return bytes + sizeof(float) * (size_t)(rows_per_pass(tokens_of(args), w.k * 4) * w.k);
+    return bytes + sizeof(float) * (size_t)(float_rows_per_pass(tokens_of(args), w.k) * w.k);
 }
 
 void head_tiles(const KernelTable& kernels, const HeadsArgs& args, const ItemRange& share, uint8_t* scratch) {

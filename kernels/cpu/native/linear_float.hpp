@@ -212,7 +212,7 @@ static void multiply_as(int type, const FloatPanel& panel, const void* const* bl
 
 static void linear_float(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
-    const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
+    const int64_t k = w->k, pass = float_rows_per_pass(args->m, k);
     const float* const x = args->act.values ? args->act.values : args->x;
     const int64_t row_bytes = k * kTileRows * element_bytes(w->scale_type);
     float* sums = (float*)scratch;

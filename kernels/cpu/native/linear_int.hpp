@@ -399,7 +399,7 @@ template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, panels = panels_of(blocks), row = args->terms * blocks;
-    const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Q8Block));
+    const int64_t pass = rows_per_pass(args->m, blocks);
     const int64_t per_block = kTileDepth / SUBGROUP;
     const int64_t row_bytes = blocks * kTileBytesPerBit * (BITS & kBitsMask);
     float* sums = (float*)scratch;

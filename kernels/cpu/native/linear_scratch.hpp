@@ -8,7 +8,10 @@
 enum {
     kPanelBlocks = 24,       // k blocks whose scales and expanded codes stay in the first-level cache
     kFloatPanelDepth = 128,  // the same for fp32 values, in k
-    kPassBytes = 393216,     // activations of one pass over the weights, within the second-level cache
+    // Activations of one pass over the weights: 8-bit ones, which stream from the third-level cache at 8 GB/s for
+    // a thread, because each pass expands all codes again; floats stay in the second-level cache.
+    kPassBytes = 2 << 20,
+    kFloatPassBytes = 393216,
     kPassRows = 24,          // rows of x go through the weights in multiples of this
     kBf16Depth = 256,        // k of pairs of weights in bfloat16 in the first-level cache
     kBf16PassBytes = 655360, // activations in bfloat16 of one pass
@@ -102,11 +105,18 @@ static inline int64_t strips_of(const Weight& w) {
     return (w.row_blocks + kStripBlocks - 1) / kStripBlocks;
 }
 
-// Rows of x that go through the weights together: `row_bytes` each.
-static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
-    int64_t rows = kPassBytes / row_bytes / kPassRows * kPassRows;
+static inline int64_t whole_groups(int64_t m, int64_t rows) {
+    rows = rows / kPassRows * kPassRows;
     if (rows < kPassRows) rows = kPassRows;
     return rows < m ? rows : m;
+}
+
+// Rows of x that go through the weights together: of quantized activations, and of floats.
+static inline int64_t rows_per_pass(int64_t m, int64_t k_blocks) {
+    return whole_groups(m, kPassBytes / (k_blocks * (int64_t)sizeof(Q8Block)));
+}
+static inline int64_t float_rows_per_pass(int64_t m, int64_t k) {
+    return whole_groups(m, kFloatPassBytes / ((k ? k : 1) * (int64_t)sizeof(float)));
 }
 
 // The same for rows in bfloat16, in passes of equal length. CPUs with AVX-512-BF16 have a second-level cache
@@ -124,8 +134,8 @@ static inline size_t bf16_private_bytes(const Weight& w, int64_t m) {
 // Running sums of a pass, then scales and minima and expanded codes, or values as floats.
 static inline size_t linear_private_bytes(const Weight& w, int64_t m, bool exact) {
     const bool floats = exact || w.dense;
-    const int64_t row_bytes = floats ? w.k * 4 : w.k_blocks * (int64_t)sizeof(Q8Block);
-    const size_t sums = (size_t)rows_per_pass(m, row_bytes ? row_bytes : 1) * kStripRows * 4;
+    const int64_t rows = floats ? float_rows_per_pass(m, w.k) : rows_per_pass(m, w.k_blocks);
+    const size_t sums = (size_t)rows * kStripRows * 4;
     if (floats) return sums + (size_t)kFloatPanelDepth * kStripRows * 4;
     const size_t scales = (size_t)(kPanelBlocks * kTileDepth / w.subgroup) * kStripRows * 4;
     return sums + 2 * scales + (size_t)kPanelBlocks * kTileDepth * kStripRows;

@@ -137,7 +137,7 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
         return;
     }
     one.out += first * one.out_stride;
-    const int64_t pass = rows_per_pass(end - first, w->k * 4);
+    const int64_t pass = float_rows_per_pass(end - first, w->k);
     float* const x = (float*)(scratch + linear_private_bytes(*w, pass, true));
     for (int64_t m = first; m < end; m += pass) {
         one.m = least(pass, end - m);
@@ -312,7 +312,7 @@ size_t expert_private_bytes(const ExpertsArgs& args) {
     const int64_t most = args.each.m / args.k;
     const size_t bytes = linear_private_bytes(w, most, args.each.exact != 0);
     if (in_integers(args.each)) return bytes;
-    return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
+    return bytes + sizeof(float) * (size_t)(float_rows_per_pass(most, w.k) * w.k);
 }
 
 Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
