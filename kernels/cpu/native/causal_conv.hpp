@@ -5,6 +5,7 @@
 #include "elementwise.hpp"
 #include "simd.hpp"
 #include "state_plan.hpp"
+#include "turn.hpp"
 
 namespace LEVEL {
 
@@ -15,14 +16,34 @@ struct ConvItem {
     float *tail, *products, *weights;  // [taps - 1], [taps], [several][taps] rows of kConvChannels
 };
 
-// The weights of a block of channels, one row for each tap.
+// The weights of a block of channels, one row for each tap. Three or four taps, of which each channel has as many
+// in every released model, are turned four channels at a time; vectors of three read one number of the next channel.
 static void conv_weights(const ConvArgs* a, const ConvItem* item) {
+    const bool few = a->taps == 3 || a->taps == 4;
     for (int64_t m = 0; m < a->several; ++m) {
         const float* weight = a->weight + (m * a->width + item->channel) * a->taps;
         float* own = item->weights + m * a->taps * kConvChannels;
+        int64_t c = 0;
+        for (; few && c + 4 < item->width; c += 4) {
+            Words of[4];
+            for (int64_t r = 0; r < 4; ++r) memcpy(&of[r], weight + (c + r) * a->taps, sizeof of[r]);
+            turn_words(of);
+            for (int64_t j = 0; j < a->taps; ++j) memcpy(own + j * kConvChannels + c, &of[j], sizeof of[j]);
+        }
         for (int64_t j = 0; j < a->taps; ++j)
-            for (int64_t c = 0; c < item->width; ++c) own[j * kConvChannels + c] = weight[c * a->taps + j];
+            for (int64_t i = c; i < item->width; ++i) own[j * kConvChannels + i] = weight[i * a->taps + j];
     }
+}
+
+// What an item of the only token of its request reads from memory: weights and state of a block of channels.
+static void prefetch_conv(const ConvArgs* a, int64_t request, int64_t channel) {
+    const int64_t left = a->width - channel, width = left < kConvChannels ? left : (int64_t)kConvChannels;
+    if (width <= 0 || a->rows.initial[request] < 0) return;
+    const float* weight = a->weight + channel * a->taps;
+    const float* state = a->rows.state + a->rows.initial[request] * a->rows.slot_step + channel;
+    for (int64_t i = 0; i < width * a->taps; i += kCacheLine / 4) prefetch(weight + i);
+    for (int64_t j = 0; j + 1 < a->taps; ++j)
+        for (int64_t i = 0; i < width; i += kCacheLine / 4) prefetch(state + j * a->width + i);
 }
 
 // The input of a token of the request, at the item's channels.
@@ -127,6 +148,8 @@ static void conv(const ConvArgs* a, int64_t begin, int64_t end, uint8_t* scratch
         item.channel = channel;
         const int64_t left = a->width - channel;
         item.width = left < kConvChannels ? left : (int64_t)kConvChannels;
+        if (a->chunks == 1 && i + 1 < end && item.end - item.begin == 1)
+            prefetch_conv(a, r, channel + kConvChannels);
         if (!same) conv_weights(a, &item);
         conv_item(a, &item);
     }

@@ -131,9 +131,22 @@ bool Program::joins_product(int op) const {
            update.per == product.per;
 }
 
+// Products of the same quantized rows need no order, so they share a stage. Parts of files are read in one order.
+bool Program::joins_products(int op) const {
+    const Op& own = ops_[(size_t)op];
+    if (!op || !quantizes(own) || own.linear.file || stages_.back().down >= 0) return false;
+    const Op& last = ops_[(size_t)op - 1];  // without rows to quantize in between, the last part is its tiles
+    return last.kind == kOpLinear && !last.linear.file && parts_.back().op == op - 1;
+}
+
 void Program::add_part(int op, Work work, bool alone) {
     if (work == kTiles && joins_product(op)) {
         stages_.back().down = op;
+        return;
+    }
+    if (work == kTiles && joins_products(op)) {
+        parts_.push_back({op, work});
+        stages_.back().last = (int)parts_.size();
         return;
     }
     const Count count = ops_[(size_t)op].count;

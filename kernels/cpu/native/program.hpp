@@ -5,7 +5,8 @@
 // of an operator needs only row t of its arguments, and because memory that two operators of a phase
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
 // output rows, and over groups of rows if it has many (linear_tiles.hpp); quantizing its activations is
-// row-wise and joins the phase before. Attention is one phase over its work items (attention.hpp), and so is
+// row-wise and joins the phase before. Products that follow one another and multiply the same quantized rows are one
+// phase over the strips of all. Attention is one phase over its work items (attention.hpp), and so is
 // an operator with recurrent states (state_plan.hpp), a product of experts one over the strips of the experts
 // that have rows (moe.hpp), one of heads over those of all heads (heads.hpp). The update of a product
 // by adapters is two phases (low_rank.hpp), and so is an exchange with other ranks (rank_group.hpp), also
@@ -83,8 +84,8 @@ public:
 
 private:
     friend class Runtime;
-    // What a phase runs: row-wise parts one after another, or tiles of one operator. kMore: the second
-    // kind of work of an operator that has two.
+    // What a phase runs: row-wise parts one after another, tiles of one operator, or those of several products.
+    // kMore: the second kind of work of an operator that has two.
     enum Work { kRows, kMoreRows, kTiles, kMoreTiles };
     struct Part {
         int op;
@@ -100,6 +101,7 @@ private:
         int down;        // the update by adapters whose first product joins this one; else -1
     };
     bool joins_product(int op) const;
+    bool joins_products(int op) const;
     void add_part(int op, Work work, bool alone = false);
     bool same_activations(const Op& op) const;
 

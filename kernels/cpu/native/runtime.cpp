@@ -25,7 +25,6 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kWorthSharing = 16384;
 constexpr int64_t kMinTaskWork = 8192;
 constexpr int64_t kItemTaskWork = 262144;  // of a task of attention, about 10 us
-constexpr int64_t kTaskBytes = 1 << 19;  // of the weights of a task of a large product: 15 us at 35 GB/s
 
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
@@ -138,17 +137,6 @@ int64_t Runtime::tasks_for(int64_t total, int64_t work) const {
     if (tasks > work / kMinTaskWork) tasks = work / kMinTaskWork;
     const int64_t most = total < kMaxTasks ? total : (int64_t)kMaxTasks;
     return tasks < most ? tasks : most;
-}
-
-// Tasks of a product over `items` strips like those of `each`. A large one has one for every kTaskBytes: threads
-// rarely read equally fast, and at the end of a product of an 8B one waited for a quarter of what the other had.
-int64_t Runtime::product_tasks(const LinearArgs& each, int64_t items) const {
-    const Weight& w = *each.w;
-    const int64_t tasks = tasks_for(items, each.m * w.n * w.k / (in_integers(each) ? 4 : 1));
-    if (tasks <= 1 || each.file) return tasks;  // parts of files are requested and released by large pieces
-    const int64_t strip = w.dense ? kStripRows * w.k * (int64_t)element_size(w.scale_type) : code_bytes(w, 1);
-    const int64_t fine = items * strip / kTaskBytes, most = items < kMaxTasks ? items : (int64_t)kMaxTasks;
-    return fine < tasks ? tasks : fine < most ? fine : most;
 }
 
 struct Runtime::Frame {
@@ -339,6 +327,18 @@ Phase Runtime::tile_phase(const Op& op, Program::Work kind, int64_t count) const
     return {items, product_tasks(op.linear, items)};
 }
 
+// Items and tasks of a stage that runs tiles: those of all its products.
+Phase Runtime::stage_phase(const Program& program, const Program::Stage& stage, int64_t count) const {
+    Phase phase = {0, 1};
+    for (int i = stage.first; i < stage.last; ++i) {
+        const Phase one = tile_phase(program.ops_[(size_t)program.parts_[(size_t)i].op], stage.work, count);
+        phase.total += one.total;
+        phase.tasks += one.tasks - 1;
+    }
+    if (phase.tasks > kMaxTasks) phase.tasks = kMaxTasks;
+    return phase;
+}
+
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
 Status Runtime::prepare(Program& program, const int64_t* counts) {
     Needs needs;
@@ -376,8 +376,7 @@ Status Runtime::prepare(Program& program, const int64_t* counts) {
     for (const Program::Stage& stage : program.stages_) {
         const int64_t count = counts[stage.count];
         if (stage.work != Program::kRows) {
-            const int op = program.parts_[(size_t)stage.first].op;
-            phases_.push_back(tile_phase(program.ops_[(size_t)op], stage.work, count));
+            phases_.push_back(stage_phase(program, stage, count));
             continue;
         }
         int64_t work = 0;
@@ -492,39 +491,24 @@ void Runtime::tiles(const Op& op, Program::Work kind, const ItemRange& share, in
     }
 }
 
-// Sets in `share` what memory the thread will read first in a stage of integer tiles.
-void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange* share) const {
-    const int op = program.parts_[(size_t)program.stages_[(size_t)stage].first].op;
-    const LinearArgs& args = program.ops_[(size_t)op].linear;
-    if (row_groups(args, pool.threads()) > 1) return;  // items are not one stream of strips
-    const Weight& w = *args.w;
-    const ItemRange strips = pool.own(phases_[(size_t)stage], thread);
-    share->then = w.codes + code_bytes(w, strips.begin);
-    share->then_end = w.codes + code_bytes(w, strips.end);
-}
-
-// The work items of an update's first product that are done with strips of the product before it.
-ItemRange Runtime::down_units(const Program& program, int stage, const ItemRange& strips) const {
-    const int64_t units = program.ops_[(size_t)program.stages_[(size_t)stage].down].low_rank.units;
-    const int64_t total = phases_[(size_t)stage].total;
-    const int64_t end = strips.end * units / total;
-    return {strips.begin * units / total, end, end, 0};
-}
-
 void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
     if (task.begin == task.end) return;
     Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
-    if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
+    if (stage.then >= 0) {
+        const ItemRange next = frame.runtime->pool.own(frame.runtime->phases_[(size_t)stage.then], thread);
+        frame.runtime->hint(program, stage.then, next, &share);
+    }
     if (stage.hinted) {
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
     }
     OperatorTimes::Laps laps(program.times, thread);
-    const bool tiled = stage.work != Program::kRows;
-    for (int i = stage.first; i < stage.last; ++i) {
+    const bool tiled = stage.work != Program::kRows, joined = tiled && stage.last - stage.first > 1;
+    if (joined) frame.runtime->products(program, phase, share, thread, &laps);
+    for (int i = stage.first; !joined && i < stage.last; ++i) {
         const Program::Part& part = program.parts_[(size_t)i];
         const Op& op = program.ops_[(size_t)part.op];
         if (tiled) frame.runtime->tiles(op, stage.work, share, thread);

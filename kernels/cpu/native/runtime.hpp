@@ -80,10 +80,12 @@ private:
     Status plan_items(Op* op, int64_t requests, Needs* needs);
     Status plan_states(Op* op, StateRows* rows, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, Program::Work kind, int64_t count) const;
+    Phase stage_phase(const Program& program, const Program::Stage& stage, int64_t count) const;
     void rows(const Op& op, Program::Work kind, int64_t begin, int64_t end);
     void tiles(const Op& op, Program::Work kind, const ItemRange& share, int thread);
     ItemRange down_units(const Program& program, int stage, const ItemRange& strips) const;
-    void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
+    void hint(const Program& program, int stage, const ItemRange& items, ItemRange* share) const;
+    void products(const Program& program, int stage, const ItemRange& share, int thread, OperatorTimes::Laps* laps);
     bool usable(const Weight& w);
     void transfer(const TransferArgs& args);
     static void run_task(void* context, int phase, const ItemRange& share, int thread);

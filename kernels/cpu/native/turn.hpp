@@ -1,6 +1,6 @@
 // Turns rows of a file into columns of a tile, where the numbers of 16 rows are next to each other. Words move
 // four rows at a time in vectors of 16 bytes, which every CPU has; a row's words one by one took three times as
-// long. Only sources.hpp and pack.cpp include this file.
+// long. Convolutions turn their weights with it, too.
 #pragma once
 
 #include <string.h>
