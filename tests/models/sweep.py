@@ -124,6 +124,9 @@ def random_model(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> 
                 parameter.copy_(base + 0.3 * noise)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+        for module in model.modules():
+            if hasattr(module, "create_weight"):  # a table of sines, no weight (RoFormer)
+                module.weight.copy_(module.create_weight())
     return model
 
 
