@@ -78,7 +78,8 @@ class LargestSum:
         costs = [0] * (size + 1)
         best: list[tuple[int, int | None]] = [(1, None)] * size
         for at in range(size - 1, -1, -1):
-            lowest, first = _BYTES + costs[at + 1], (1, None)
+            lowest = _BYTES + costs[at + 1]
+            first: tuple[int, int | None] = (1, None)
             end = at + 1
             while end <= size and (piece := text[at:end]) in known:
                 found = known[piece]

@@ -180,7 +180,9 @@ def outcome_of(config: Any, folder: Path) -> str:
             "a", prompt(41, 1)
         )
         unused = [
-            name for name in checkpoint.unused() if "pooler" not in name and ".indexer." not in name
+            name
+            for name in checkpoint.unused()
+            if not any(one in name for one in ("pooler", ".indexer.", "encoder.embed_positions"))
         ]
     except (CheckpointError, UnsupportedError) as error:
         return f"refused: {str(error).replace(str(folder), 'FOLDER')}"
