@@ -68,10 +68,12 @@ def slow_types() -> set[str]:
 
 
 def native_types() -> set[str]:
-    """The ``model_type`` of all that run with our own code, with other names for them."""
-    return {
+    """The ``model_type`` of all that run with our own code, with other names for them; a name with
+    dashes once, not as its module is called, too."""
+    names = {
         name for own in architectures() if own.folders for name in (own.model_type, *own.aliases)
     }
+    return {name for name in names if "_" not in name or name.replace("_", "-") not in names}
 
 
 def _because(message: str) -> str:

@@ -295,6 +295,7 @@ FAMILIES = (
         part="text only",
     ),
     Family("GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",)),
+    Family("GPT-Neo, GPT", (), ("gpt_neo", "openai-gpt"), "older models", ("SmolLM2",)),
     Family(
         "CodeShell, Refact", ("codeshell", "refact"), ("codeshell",), "older models",
         ("Qwen2.5-Coder",),
@@ -321,6 +322,11 @@ FAMILIES = (
         "InternLM 3, Helium, CWM, IQuest Coder, VaultGemma, FlexOlmo", ("llama", "gemma2"),
         ("internlm3", "helium", "cwm", "iquestcoder", "vaultgemma", "flex_olmo"),
         "variations of Llama and Gemma", ("Qwen3",),
+    ),
+    Family(
+        "ERNIE 3, XLM-RoBERTa XL, RoFormer, data2vec", (),
+        ("ernie", "xlm-roberta-xl", "roformer", "roberta-prelayernorm", "data2vec-text"),
+        "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
         "llama-embed-nemotron", ("llama-embed",), ("llama_bidirec",), "encoders",

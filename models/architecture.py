@@ -375,6 +375,7 @@ class EmbeddingRules(NamedTuple):
     ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
+    ``tasks``: row 0 of ``model.embed_tasks`` is added to all, if a config says ``use_task_id``.
     ``projected``: these tables may have another width than the layers, ``embedding_size``; then
     ``model.embed_project`` comes after the norm. "tokens": that of tokens alone, and the head, has
     it; then it comes before positions are added, and ``model.project_out`` before the head.
@@ -383,6 +384,7 @@ class EmbeddingRules(NamedTuple):
     positions: int | Literal["after padding"] | None = None
     norm: bool = False
     types: bool = False
+    tasks: bool = False
     unweighted_norm: bool = False
     projected: bool | Literal["tokens"] = False
 

@@ -17,6 +17,7 @@ from sdk.models.parts import Tensors
 from sdk.models.source import Source
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
+from sdk.quant.online import online_quantized
 
 
 def build_model(
@@ -64,6 +65,20 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     from sdk.models.transformers_code.backend import read_hf_config
 
     return read_hf_config(values)
+
+
+def quantized_online(
+    checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """``checkpoint``, its weights packed by scheme ``name`` while they are pulled, as suits the
+    model that its config with ``overrides`` describes; unchanged for None.
+
+    :raises UnsupportedError: as :func:`sdk.quant.online.online_quantized`, :func:`read_config`.
+    """
+    if name is None:
+        return checkpoint
+    encoder = not read_config({**checkpoint.config, **(overrides or {})}).causal
+    return online_quantized(checkpoint, name, encoder=encoder)
 
 
 def model_type(config: Mapping[str, Any]) -> str:

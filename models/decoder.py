@@ -381,7 +381,8 @@ class Decoder:
         if mesh.is_first:
             self.positions, self.embedding_norm = positions_and_norm(source)
         if mesh.is_first and c.token_types:
-            self.types = source.table("model.embed_types", c.token_types)
+            task = ("model.embed_tasks", c.tasks) if c.tasks else None
+            self.types = source.table("model.embed_types", c.token_types, plus=task)
         #: What makes the embeddings of each layer.
         self.inputs: LayerInputs | None = None
         if c.layer_inputs:

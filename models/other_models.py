@@ -77,6 +77,14 @@ _EXPERTS = _decoder(
     "with a mixture of experts of its own",
     "its router or its experts are combined in a way that the experts here are not",
 )
+_CHOSEN_HEADS = _decoder(
+    "with a mixture of attention heads (JetMoE)",
+    "a token chooses its query heads; all tokens have all heads here",
+)
+_DIFFERENCES = _decoder(
+    "with differential attention (DiffLlama)",
+    "a layer attends twice and subtracts one result from the other; layers here attend once",
+)
 _GROK = Refusal(
     "a mixture of experts of 270 to 314 billion parameters (Grok)",
     "its router has a soft cap, which llama.cpp's code leaves out, and no implementation is known "
@@ -206,12 +214,17 @@ REFUSED = (
         types=("deepseek_v4", "qwen4_exp_text"),
     ),
     RefusedModels(_BYTES, gguf=(), types=("blt",)),
-    RefusedModels(_LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("hrm_text", "talkie")),
+    RefusedModels(
+        _LOOPS, gguf=("hrm_text", "nanbeige", "talkie"), types=("dory", "hrm_text", "talkie")
+    ),
     RefusedModels(
         _EXPERTS,
         gguf=("grovemoe", "smallthinker"),
         types=("grove_moe", "smallthinker"),
     ),
+    RefusedModels(_CHOSEN_HEADS, gguf=(), types=("jetmoe",)),
+    RefusedModels(TEXT_AND_IMAGES, gguf=(), types=("git",)),
+    RefusedModels(_DIFFERENCES, gguf=(), types=("diffllama",)),
     RefusedModels(_GROK, gguf=("grok",), types=("grok", "grok-1")),
     RefusedModels(_ARCTIC, gguf=("arctic",), types=("arctic",)),
     RefusedModels(_PHI_MOE, gguf=("phimoe",)),

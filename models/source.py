@@ -458,11 +458,19 @@ class Source:
             found.norm = Norm(None, self.config.norm_eps)
         return found
 
-    def table(self, path: str, rows: int, first: int = 0, width: int | None = None) -> Weight:
+    def table(
+        self,
+        path: str,
+        rows: int,
+        first: int = 0,
+        width: int | None = None,
+        plus: tuple[str, int] | None = None,
+    ) -> Weight:
         """``rows`` rows from ``first`` on of a table ``[first + rows, width]``, on all ranks.
         ``width``: of one whose rows may stay in the file, if every token has one, and which may
         have more of them (Gemma 4's ``vocab_size_per_layer_input``); default: features of
-        what is added to embeddings of tokens."""
+        what is added to embeddings of tokens. ``plus``: another table and its rows, whose first
+        one is added to all of these."""
 
         def pull() -> Matrix:
             if width is not None:
@@ -470,8 +478,11 @@ class Source:
                 return Matrix(weight if self.config.layer_rows else by_row(weight), None)
             tokens_alone = self._rules.embedding.projected == "tokens"
             size = self.config.hidden_size if tokens_alone else self.config.embedding_width
-            weight = self.pull(path, (first + rows, size))
-            return Matrix(self._cut(path, weight, "out", first, rows), None)
+            weight = self._cut(path, self.pull(path, (first + rows, size)), "out", first, rows)
+            if plus is not None:
+                row = self.pull(plus[0], (plus[1], size)).dequantize()[:1]
+                weight = weight_of(Dense(weight.dequantize() + row))
+            return Matrix(weight, None)
 
         return self.matrix_of(path, pull, ACCURATE).weight
 

@@ -31,6 +31,7 @@ class TensorEntry:
     ``shape`` counts weights, not bytes; ``format`` is like ``"F16"``, ``"q4_k"``,
     ``"gptq-w4g128"``. ``nbytes`` is its size in the file, ``held`` its size in memory if different.
     ``read``: how many bytes of the file are in memory at a time, if a CPU packs it in pieces.
+    ``packed``: the type that it is quantized to while it is loaded, like ``"w8a16g64s"``.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TensorEntry:
     nbytes: int
     held: int | None = None
     read: int | None = None
+    packed: str | None = None
 
     @property
     def num_elements(self) -> int:

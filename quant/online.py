@@ -36,8 +36,18 @@ _OF_STEPS = re.compile(
     r"|\.attn\.([wavg]_lora\.lora\.[02](\.weight)?|x_x|r_k)$"
     r"|\.rwkv\.([wavg]_(in|out)(\.weight)?|shift|key_read)$|\.time_mix_[wavg][12]\."
 )
-#: Model types whose files store matrices as [in, out].
-_TURNED = ("openai-gpt",)
+#: The last projection of an MLP, as folders of encoders and GGUF files call it.
+_LAST_OF_MLP = re.compile(
+    r"(?<!attention)\.output\.dense(\.weight)?$|\.ffn_down\.|\.ffn\.lin2(\.weight)?$"
+    r"|\.mlp\.(down_proj|down_layer|fc2|wo|Wo)(\.weight)?$"
+)
+#: Columns per scale of those matrices in 8 bits. Their largest weights are 4.3 to 6.1 times the
+#: root mean square of a row in all-mpnet-base-v2, 3.4 to 3.8 in all others: with one scale for a
+#: row vectors have a cosine of 0.998 to those in float32, with these 0.9997.
+LAST_GROUP = 64
+#: Rows of fewer weights stay in float: kernels pack blocks of 32, so nothing would get smaller
+#: (the coefficients of AltUp in Gemma 3n have 4 columns).
+FEWEST_COLUMNS = 32
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -63,7 +73,13 @@ def is_in_block(entry: TensorEntry) -> bool:
     in_block = _IN_BLOCK.search(entry.name) is not None
     if entry.name.startswith(VISION_ROOT):
         return False  # towers stay as they are, as in most published files
-    return len(entry.shape) == 2 and in_block and not stays_float(entry.name)
+    is_wide = len(entry.shape) == 2 and entry.shape[1] >= FEWEST_COLUMNS
+    return is_wide and in_block and not stays_float(entry.name)
+
+
+def is_last_of_mlp(name: str) -> bool:
+    """Whether a matrix of an encoder is the last projection of an MLP."""
+    return _LAST_OF_MLP.search(name) is not None
 
 
 def is_embedding_or_head(name: str) -> bool:
@@ -89,19 +105,18 @@ def stays_plain(name: str) -> bool:
     return stays_float(name) or _OF_HEADS.search(name) is not None
 
 
-def online_quantized(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
+def online_quantized(
+    checkpoint: Checkpoint, name: str | None, *, encoder: bool = False
+) -> Checkpoint:
     """``checkpoint``, its weights packed by scheme ``name`` as they are pulled; unchanged for None.
 
-    :raises UnsupportedError: the matrices are stored as [in, out], or are already packed.
+    ``encoder``: the model attends in both directions. ``"int8"`` then means scales for
+    ``LAST_GROUP`` columns in the last projections of MLPs, where their width allows it.
+
+    :raises UnsupportedError: the matrices are already packed.
     """
     if name is None:
         return checkpoint
-    if checkpoint.config.get("model_type") in _TURNED:
-        raise UnsupportedError(
-            f"{checkpoint.path}: quantization={name!r} is not supported for "
-            f"{checkpoint.config['model_type']}, which stores its matrices transposed as "
-            "[in, out]; leave quantization unset"
-        )
     scheme = online_scheme(name)
     entries = checkpoint.entries()
     if not any(is_in_block(entry) and entry.format in FLOATS for entry in entries):
@@ -110,15 +125,27 @@ def online_quantized(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
             f"{checkpoint.path}: quantization={name!r}: expected float matrices to pack, found "
             f"{found}; leave quantization unset"
         )
-    return OnlineQuantizedCheckpoint(checkpoint, scheme)
+    last = None
+    if encoder and name.lower() == "int8":
+        last = replace(scheme, spec=replace(scheme.spec, group=LAST_GROUP))
+    return OnlineQuantizedCheckpoint(checkpoint, scheme, last)
 
 
 class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
-    """``inner`` with the float matrices of its blocks packed; packed ones stay as they are."""
+    """``inner`` with the float matrices of its blocks packed; packed ones stay as they are.
 
-    def __init__(self, inner: Checkpoint, scheme: Scheme) -> None:
+    ``last``: the scheme of the last projections of MLPs, if another one.
+    """
+
+    def __init__(self, inner: Checkpoint, scheme: Scheme, last: Scheme | None = None) -> None:
         super().__init__(inner, self._packed)
-        self._scheme = scheme
+        self._scheme, self._last = scheme, last
+
+    def _scheme_of(self, name: str, columns: int) -> Scheme:
+        """The scheme of a matrix of a block."""
+        if self._last is None or columns % LAST_GROUP or not is_last_of_mlp(name):
+            return self._scheme
+        return self._last
 
     def _packed(self, name: str, weight: Weight) -> Weight:
         if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
@@ -128,7 +155,11 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
         from sdk.quant.quantize import quantize_rows, quantize_without_data
 
         if _IN_BLOCK.search(name):
-            return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
+            columns = weight.shape[1]
+            if columns < FEWEST_COLUMNS:
+                return weight
+            scheme = self._scheme_of(name, columns)
+            return weight_of(quantize_without_data(name, weight.dequantize(), scheme))
         if self._scheme.head is not None and is_embedding_or_head(name):
             return weight_of(quantize_rows(name, weight, self._scheme.head))
         return weight
@@ -141,7 +172,10 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
             return entry
         rows, columns = entry.shape
         if is_in_block(entry):
-            return replace(entry, held=self._scheme.packed_bytes(rows, columns))
-        if self._scheme.head is not None and is_embedding_or_head(entry.name):
-            return replace(entry, held=self._scheme.head_bytes(rows, columns))
+            scheme = self._scheme_of(entry.name, columns)
+            held = scheme.packed_bytes(rows, columns)
+            return replace(entry, held=held, packed=str(scheme.spec))
+        head = self._scheme.head
+        if head is not None and is_embedding_or_head(entry.name):
+            return replace(entry, held=self._scheme.head_bytes(rows, columns), packed=str(head))
         return entry

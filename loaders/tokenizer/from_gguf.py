@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.packages import package
@@ -48,7 +49,7 @@ from sdk.quant.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("sdk")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5", "rwkv")
+_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5", "rwkv", "plamo2")
 _ENCODERS = ("bert", "t5")
 #: Ids of special tokens where a file does not name them; llama.cpp's.
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -56,6 +57,7 @@ _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "llama": {"bos": 1, "eos": 2, "unknown": 0},
         "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
         "t5": {"eos": 1, "unknown": 2, "padding": 0},
+        "plamo2": {"bos": 1, "eos": 2, "unknown": 0, "padding": 3},
     }
 )
 _TEMPLATE = "tokenizer.chat_template"
@@ -146,6 +148,7 @@ def tokenizer_from_gguf(
         frame=Frame(_some(bos), _some(eos), _some(eos, separator)),
         space_prefix=spaced,
         escape_spaces=model == "llama" or pre.raw,
+        as_spelled=model == "plamo2",
         rstrip_ids=_rstrip_ids(meta, vocabulary),
     )
     return VocabTokenizer(vocabulary, rules, facts, encode)
@@ -161,7 +164,15 @@ def _encoder(
 ) -> EncodeText:
     """The function that encodes a text without special tokens."""
     if model == "llama":
-        return _spm(meta, vocabulary, pieces, specials.unknown)
+        scores, byte_ids = _scores(meta, vocabulary, nan=False), _byte_ids(vocabulary)
+        # a list of 262,144 floats takes 8 MiB
+        as_floats = array("d", scores.astype(np.float64))
+        return SpmEncoder(pieces, as_floats, byte_ids, specials.unknown).encode
+    if model == "plamo2":
+        from sdk.loaders.tokenizer.plamo2 import LargestSum
+
+        scores = _scores(meta, vocabulary, nan=True)
+        return LargestSum(meta, pieces, scores, _byte_ids(vocabulary)).encode
     if model == "rwkv":
         from sdk.loaders.tokenizer.rwkv import LongestMatch
 
@@ -262,11 +273,12 @@ def _plain(
     """``ids`` without the tokens that text never becomes, and those.
 
     Text becomes no control token by merging ("<" + "s" + ">"), nor by being a whole word
-    (ignore_merges), and with "llama" no byte token. ``ids`` itself is changed: a copy of 262,144
-    entries takes 10 MiB.
+    (ignore_merges), and with "llama" and "plamo2" no byte token. ``ids`` itself is changed: a copy
+    of 262,144 entries takes 10 MiB.
     """
     others: dict[str, int] = {}
-    for kind in (CONTROL, UNKNOWN, BYTE) if model == "llama" else (CONTROL, UNKNOWN):
+    of_bytes = (BYTE,) if model in ("llama", "plamo2") else ()
+    for kind in (CONTROL, UNKNOWN, *of_bytes):
         for _, text in of_kind(tokens, bytes(kinds), kind):
             others[text] = ids.pop(text)
     return ids, others
@@ -315,7 +327,7 @@ def _pre_tokenizer(
     """
     if asked is not None:
         return _asked_split(meta, model, asked)
-    if model in ("llama", "rwkv"):
+    if model in ("llama", "rwkv", "plamo2"):
         return DEFAULT
     if model == "gemma4":
         return PRE_TOKENIZERS["gemma4"]
@@ -352,21 +364,24 @@ def _unknown_split(meta: Metadata) -> UnsupportedError:
     )
 
 
-def _spm(
-    meta: Metadata, vocabulary: Vocabulary, pieces: Mapping[str, int], unknown: int | None
-) -> EncodeText:
+def _scores(meta: Metadata, vocabulary: Vocabulary, *, nan: bool) -> NDArray[np.generic]:
+    """``nan``: whether scores may be no numbers."""
     scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
     if scores is None:
-        raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
-    if bool(np.isnan(scores).any()):
+        raise meta.error("tokenizer.ggml.scores", "the scores of the tokens", "no such key")
+    if not nan and bool(np.isnan(scores).any()):
         index = int(np.flatnonzero(np.isnan(scores))[0])
         raise meta.error(f"tokenizer.ggml.scores[{index}]", "a number", "NaN")
+    return scores
+
+
+def _byte_ids(vocabulary: Vocabulary) -> list[int | None]:
+    """The token of each byte 0 to 255, or None."""
     kinds = np.frombuffer(vocabulary.kinds, np.uint8)
-    byte_ids: list[int | None] = [None] * 256
+    found: list[int | None] = [None] * 256
     for token_id in np.flatnonzero(kinds == BYTE).tolist():
-        byte_ids[int(vocabulary.tokens[token_id][3:5], 16)] = token_id
-    # a list of 262,144 floats takes 8 MiB
-    return SpmEncoder(pieces, array("d", scores.astype(np.float64)), byte_ids, unknown).encode
+        found[int(vocabulary.tokens[token_id][3:5], 16)] = token_id
+    return found
 
 
 def _bpe(

@@ -30,11 +30,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class EncodeRules:
-    """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: texts begin with a space."""
+    """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: texts begin with a space.
+    ``as_spelled``: normal tokens are spelled as the text that they stand for."""
 
     frame: Frame = Frame()
     space_prefix: bool = False
     escape_spaces: bool = False
+    as_spelled: bool = False
     rstrip_ids: frozenset[int] = frozenset()
 
 
@@ -88,7 +90,7 @@ class VocabTokenizer(TextTokenizer):
         token, kind = self._vocabulary.tokens[token_id], self._vocabulary.kinds[token_id]
         if kind == BYTE:
             return bytes([int(token[3:5], 16)])
-        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) or self._rules.as_spelled:
             return token.encode("utf-8", "replace")
         if self._rules.escape_spaces:
             return token.replace(SPACE, " ").encode("utf-8", "replace")

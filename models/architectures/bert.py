@@ -80,6 +80,11 @@ GGUF_TENSORS = {
     "post_feedforward_layernorm": "layer_output_norm",
 }
 
+HEAD = HeadRules(
+    ("bert.pooler.dense", "pooler.dense"),
+    gguf_untyped="ReLU",  # files of DistilBERT, which call it a BERT
+)
+
 ARCHITECTURE = Architecture(
     "bert",
     layer=LAYER,
@@ -98,8 +103,5 @@ ARCHITECTURE = Architecture(
     tensors=TensorRules(names=tensor_names("bert")),
     gguf=GgufRules("bert", tensors=GGUF_TENSORS, read=read_gguf),
     embedding=EmbeddingRules(positions=0, norm=True, types=True),
-    head=HeadRules(
-        ("bert.pooler.dense", "pooler.dense"),
-        gguf_untyped="ReLU",  # files of DistilBERT, which call it a BERT
-    ),
+    head=HEAD,
 )

@@ -84,7 +84,8 @@ class ModelConfig:
     ``head_bias``: of the projection to logits. ``qkv_clip``: queries, keys and values are clamped
     to this size.
     ``first_position``: the row of position 0 in the table of learned positions; ``None``: there is
-    none. ``token_types``: rows of the table of token types; 0: there is none.
+    none. ``token_types``: rows of the table of token types; 0: there is none. ``tasks``: rows of
+    that of tasks, whose first one is added to every embedding; 0: there is none.
     ``embedding_size``: features of an embedding before its projection; ``None``: there is none.
     ``alibi``: the linear biases of attention. ``buckets``: those by buckets of distances.
     ``layer_heads``: the query heads of each layer, where layers differ; ``num_heads`` is the most
@@ -144,6 +145,7 @@ class ModelConfig:
     head_bias: bool = False
     first_position: int | None = None
     token_types: int = 0
+    tasks: int = 0
     qkv_clip: float | None = None
     one_norm: bool = False
     post_norm: bool = False
@@ -336,6 +338,7 @@ class ModelConfig:
             first_position=first,
             post_norm=(rules.post_norm or (lambda _: own.layer.post_norm))(fields),
             token_types=_token_types(fields) if embedding.types else 0,
+            tasks=_tasks(fields) if embedding.tasks else 0,
             embedding_size=_embedding_size(fields, hidden) if embedding.projected else None,
             latent=latent,
             layer_heads=layer_heads,
@@ -507,6 +510,13 @@ def _token_types(fields: Fields) -> int:
     if fields.values.get("type_vocab_size") == 0:
         return 0
     return fields.count("type_vocab_size", MAX_WIDTH)
+
+
+def _tasks(fields: Fields) -> int:
+    """0: the model has no table of them, or does not use it."""
+    if not fields.flag("use_task_id", default=False):
+        return 0
+    return fields.count("task_type_vocab_size", MAX_WIDTH, default=3)
 
 
 def _outer_facts(config: Mapping[str, Any]) -> dict[str, Any]:

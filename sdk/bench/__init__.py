@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "lora": "random:16",
     "lora_dtype": "auto",
     "gguf": None,
+    "texts": 1000,
     "rounds": 5,
     "threads": None,
 }
@@ -157,6 +158,8 @@ def _add_arguments_of_suites(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-dtype", choices=("auto", "int8"), help=text)
     text = "the same model as a GGUF file, for llama.cpp in the embed suite"
     parser.add_argument("--gguf", metavar="FILE", help=text)
+    text = "texts in one call of the embed suite (default: 1000)"
+    parser.add_argument("--texts", metavar="N", type=parse_count, help=text)
 
 
 def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
             lora=parse_lora(args.lora),
             lora_dtype=args.lora_dtype,
             gguf=args.gguf,
+            texts=args.texts,
         )
         work = work_of(model.path)
         before = machine_limits(settings.threads)

@@ -9,13 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sdk.api.errors import RequestError
-from sdk.bench.engines import EMBEDDING, OURS, Engines, Peer, Worker
+from sdk.bench.engines import EMBEDDING, OURS, OURS_INT8, Engines, Peer, Worker
 from sdk.bench.peers.opening import Opening
 from sdk.bench.report import Result
 from sdk.bench.settings import Settings, in_rounds
 
-#: Texts of the first case, and the fewest and most words of one: 10 to 400 tokens.
-TEXTS, SHORTEST, LONGEST = 1000, 8, 330
+#: The fewest and most words of a text: 10 to 400 tokens.
+SHORTEST, LONGEST = 8, 330
 #: Texts of the second case, one call for each.
 SINGLE = 50
 #: The engine whose vectors are the reference.
@@ -43,28 +43,31 @@ def texts_of(count: int, seed: int) -> list[str]:
 
 
 def measure_embedding(settings: Settings, engines: Engines) -> list[Result]:
-    """Opens its own engines: the peers of other suites cannot embed.
+    """Opens its own engines, ours with the model's weights and with weights in 8 bits: the peers of
+    other suites cannot embed.
 
     :raises RequestError: llama.cpp has no GGUF file.
     """
-    peers = [Peer(OURS), *(peer for peer in settings.peers if peer.engine in EMBEDDING)]
+    ours = [Peer(OURS), Peer(OURS_INT8)]
+    peers = [*ours, *(peer for peer in settings.peers if peer.engine in EMBEDDING)]
     openings = [_opening(settings, peer.engine) for peer in peers]
     with Engines(settings.failures) as opened, TemporaryDirectory() as folder:
         for peer, opening in zip(peers, openings, strict=True):
             settings.progress(f"opening {peer.engine}")
             with opened.sparing():
                 opened.open(opening, peer.python)
-        many, single = texts_of(TEXTS, 1), texts_of(SINGLE, 2)
+        count = settings.texts
+        many, single = texts_of(count, 1), texts_of(SINGLE, 2)
         cosines = _cosines(opened, single, Path(folder))
 
         def batch(engine: Worker, number: int) -> dict[str, float]:
-            return {"texts_s": TEXTS / engine.embed(many), **cosines[id(engine)]}
+            return {"texts_s": count / engine.embed(many), **cosines[id(engine)]}
 
         def one_by_one(engine: Worker, number: int) -> dict[str, float]:
             took = sum(engine.embed([text]) for text in single)
             return {"texts_s": SINGLE / took, **cosines[id(engine)]}
 
-        found = in_rounds(settings, opened, {"texts at once": TEXTS}, batch)
+        found = in_rounds(settings, opened, {"texts at once": count}, batch)
         return found + in_rounds(settings, opened, {"texts at once": 1}, one_by_one)
 
 

@@ -29,6 +29,8 @@ from sdk.bench.peers.opening import Opening
 from sdk.kernels.system import SYSTEM
 
 OURS = "embedlm"
+#: The same with weights in 8 bits, in the embed suite.
+OURS_INT8 = "embedlm-int8"
 #: Another installation of this package: an older release, or another build of the native module.
 OTHER = "embedlm-other"
 #: Peer -> the module it needs.
@@ -218,7 +220,7 @@ class Worker:
         self.failed = True
         return (
             SdkError(f"{OURS}: {problem}")
-            if self.engine == OURS
+            if self.engine in (OURS, OURS_INT8)
             else PeerError(self.engine, problem)
         )
 
@@ -260,7 +262,7 @@ def own_environment() -> dict[str, str]:
 
 def environment(opening: Opening) -> dict[str, str]:
     """Environment of a worker: tells peers the number of threads, and to use one process."""
-    if opening.engine == OURS:
+    if opening.engine in (OURS, OURS_INT8):
         return own_environment()
     found = dict(os.environ)
     found["OMP_NUM_THREADS"] = found["RAYON_NUM_THREADS"] = str(opening.threads)

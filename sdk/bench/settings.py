@@ -37,6 +37,8 @@ class Settings:
     lora_dtype: str = "auto"
     #: The same model as a GGUF file, for llama.cpp in the embed suite.
     gguf: str | None = None
+    #: How many texts the embed suite embeds in one call.
+    texts: int = 1000
     #: What the report says about peers that failed.
     failures: list[str] = field(default_factory=list)
 

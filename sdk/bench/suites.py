@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sdk.bench.accuracy import measure_accuracy
-from sdk.bench.embedding import LONGEST, SHORTEST, SINGLE, TEXTS, measure_embedding
+from sdk.bench.embedding import LONGEST, SHORTEST, SINGLE, measure_embedding
 from sdk.bench.engines import Engines, Load, Peer, Worker
 from sdk.bench.kv import measure_kv
 from sdk.bench.lora import measure_lora
@@ -329,7 +329,7 @@ SUITES = {
     ),
     "embed": Suite(
         "Embeddings",
-        f"{TEXTS} texts of {SHORTEST} to {LONGEST} words in one call, and {SINGLE} texts one at a "
+        f"texts of {SHORTEST} to {LONGEST} words, all in one call, and {SINGLE} texts one at a "
         "time, with tokenizing; the smallest cosine with sentence-transformers' vectors",
         [
             Metric("texts_s", "texts/s"),

@@ -30,10 +30,11 @@ from sdk.memory.planning import plan_for
 from sdk.memory.products import kernel_shares
 from sdk.memory.resolve import available_to, model_config, open_model
 from sdk.memory.weights import weight_bytes
+from sdk.models.auto import quantized_online
 from sdk.quant import scheme as schemes
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import QuantizationError
-from sdk.quant.online import FLOATS, is_in_block, online_quantized, online_scheme
+from sdk.quant.online import FLOATS, is_in_block, online_scheme
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 #: The most alternatives that a plan lists.
@@ -302,7 +303,7 @@ def _fitting(
     for scheme in _schemes(config, inner, weights):
         options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
         by_scheme = replace(config, **options)
-        changed = online_quantized(inner, by_scheme.quantization)
+        changed = quantized_online(inner, scheme or config.quantization, config.hf_overrides)
         held = weight_bytes(by_scheme, changed)
         eager = (False, True) if asked.graphs else (False,)
         for dtype, few, short, alone in product([None, *kv], (False, True), (False, True), eager):

@@ -102,7 +102,7 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
             )
             bits = ACCURATE if accurate else 8
             held = held_bytes(entry, device)
-            sizes_of.setdefault((numerics_of(config, entry), bits), []).append(held)
+            sizes_of.setdefault((numerics_of(entry), bits), []).append(held)
     backends, _ = open_backends(device, 1)
     try:
         for (numerics, bits), sizes in sizes_of.items():

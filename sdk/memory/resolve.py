@@ -17,11 +17,10 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.packages import check_installed
 from sdk.kernels.system import SYSTEM
 from sdk.loaders.open import is_remote, open_checkpoint
-from sdk.models.auto import read_config
+from sdk.models.auto import quantized_online, read_config
 from sdk.models.configs.config import ModelConfig
 from sdk.quant.caches import StateCache, window_groups
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.online import online_quantized
 from sdk.quant.safe_repr import safe_repr
 
 #: The share of a GPU's free memory that an engine may take by default.
@@ -134,7 +133,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
             f"{checkpoint.path}: expected {config.load_format} (load_format), "
             f"found {checkpoint.format}"
         )
-    return online_quantized(checkpoint, config.quantization)
+    return quantized_online(checkpoint, config.quantization, config.hf_overrides)
 
 
 #: Options that are about answers or about keys and values that stay: their values that ask for

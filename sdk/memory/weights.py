@@ -294,13 +294,9 @@ def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
     return held
 
 
-def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
+def numerics_of(entry: TensorEntry) -> str:
     """The format, named as in the report of a loaded model: ``q4_k``, ``gptq-w4g128``."""
-    if config.quantization is None or entry.held is None or entry.format not in FLOATS:
-        return entry.format.lower()
-    scheme = online_scheme(config.quantization)
-    spec = scheme.head if is_embedding_or_head(entry.name) else scheme.spec
-    return str(spec)
+    return entry.packed or entry.format.lower()
 
 
 def matrix_formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
@@ -308,7 +304,7 @@ def matrix_formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[st
     formats: tuple[set[str], set[str]] = set(), set()
     for entry in checkpoint.entries():
         if len(entry.shape) > 1 and not stays_float(entry.name):
-            formats[is_embedding_or_head(entry.name)].add(numerics_of(config, entry))
+            formats[is_embedding_or_head(entry.name)].add(numerics_of(entry))
     return formats
 
 

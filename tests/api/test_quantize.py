@@ -310,14 +310,24 @@ def test_a_full_disk_leaves_no_half_written_part(
 def test_a_model_run_by_transformers_code_is_not_written(tmp_path: Path) -> None:
     import transformers
 
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     folder = tmp_path / "gpt"
-    config = transformers.OpenAIGPTConfig(**sizes)
-    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
-    with pytest.raises(UnsupportedError, match="openai-gpt models run through transformers"):
+    config = transformers.BioGptConfig(**sizes, intermediate_size=64, max_position_embeddings=32)
+    transformers.BioGptForCausalLM(config).save_pretrained(folder)
+    with pytest.raises(UnsupportedError, match="biogpt models run through transformers"):
         sdk.quantize(folder, tmp_path / "made", "rtn-w8s")
-    with pytest.raises(UnsupportedError, match="openai-gpt, which stores its matrices transposed"):
-        LLM(folder, quantization="int8", skip_tokenizer_init=True)
+
+
+def test_matrices_that_a_file_stores_turned_are_packed_while_loading(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    config = transformers.OpenAIGPTConfig(**sizes)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
+    options = {"skip_tokenizer_init": True, "num_threads": 1}
+    plain = logprobs(tmp_path, [3, 5, 9], **options)
+    packed = logprobs(tmp_path, [3, 5, 9], quantization="int8", **options)
+    assert 0 < (plain - packed).abs().max() < 0.01
 
 
 def test_a_model_in_use_can_be_quantized(llama: Path, tmp_path: Path, ids: Ids) -> None:

@@ -354,13 +354,15 @@ def test_llama_cpp_embeds_with_all_threads(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_embed_suite_measures_texts_together_and_alone(
     minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding, "TEXTS", 6)
     monkeypatch.setattr(embedding, "SINGLE", 2)
     file = tmp_path / "bench.json"
     argv = ["bench", str(minilm), "--suite", "embed", "--rounds", "1", "--json", str(file)]
+    argv += ["--texts", "6"]
     assert main([*argv, "--against", f"embedlm-other={sys.executable}"]) == 0
     results = json.loads(file.read_text())["results"]["embed"]
-    assert [row["texts at once"] for row in results] == [6, 6, 1, 1]
+    engines = ["embedlm", "embedlm-int8", "embedlm-other"]
+    cases = [(engine, count) for count in (6, 1) for engine in engines]
+    assert [(row["engine"].split()[0], row["texts at once"]) for row in results] == cases
     assert all(row["median"]["texts_s"] > 0 for row in results)
 
 

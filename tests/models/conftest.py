@@ -114,6 +114,9 @@ class DictCheckpoint:
 def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     """A seeded transformers model in float32 with eager attention and random norms and biases."""
     values = {**TINY, **options}
+    own = architecture(model_type)
+    if own is not None and model_type not in transformers.CONFIG_MAPPING:  # theirs has a dash
+        model_type = next(name for name in own.aliases if name in transformers.CONFIG_MAPPING)
     if isinstance(getattr(transformers.CONFIG_MAPPING[model_type], "head_dim", None), property):
         values.pop("head_dim")  # falcon computes it
     config = transformers.AutoConfig.for_model(model_type, **values)
@@ -144,6 +147,9 @@ def seeded(config: Any, kind: Any, seed: int = 0) -> Any:
                 parameter.copy_(spread if name.endswith("bias") else parameter + spread)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+        for module in model.modules():
+            if hasattr(module, "create_weight"):  # a table of sines, no weight (RoFormer)
+                module.weight.copy_(module.create_weight())
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(1, generator=generator))

@@ -124,6 +124,9 @@ def random_model(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> 
                 parameter.copy_(base + 0.3 * noise)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+        for module in model.modules():
+            if hasattr(module, "create_weight"):  # a table of sines, no weight (RoFormer)
+                module.weight.copy_(module.create_weight())
     return model
 
 
@@ -177,7 +180,9 @@ def outcome_of(config: Any, folder: Path) -> str:
             "a", prompt(41, 1)
         )
         unused = [
-            name for name in checkpoint.unused() if "pooler" not in name and ".indexer." not in name
+            name
+            for name in checkpoint.unused()
+            if not any(one in name for one in ("pooler", ".indexer.", "encoder.embed_positions"))
         ]
     except (CheckpointError, UnsupportedError) as error:
         return f"refused: {str(error).replace(str(folder), 'FOLDER')}"

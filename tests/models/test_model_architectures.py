@@ -426,6 +426,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "gptj": {"rotary_dim": 8},
+    "gpt_neo": {
+        "num_hidden_layers": 5,
+        "window_size": 9,
+        "attention_types": [[["global", "local"], 2], [["local"], 1]],
+    },
+    "openai_gpt": {"afn": "gelu"},
+    "openai_gpt-silu": {"afn": "silu"},
     "codegen": {"rotary_dim": 8},
     "codegen-eight-heads": {"n_head": 8, "rotary_dim": 4, "n_inner": 96},
     "gptj-wide": {"rotary_dim": 16, "n_inner": 96},

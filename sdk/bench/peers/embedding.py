@@ -34,7 +34,10 @@ class Embedlm:
         from sdk.llm import LLM
 
         start = time.perf_counter()
-        self._llm = LLM(opening.model, device="cpu", num_threads=opening.threads)
+        packed = "int8" if opening.engine.endswith("-int8") else None
+        self._llm = LLM(
+            opening.model, device="cpu", num_threads=opening.threads, quantization=packed
+        )
         self.hello = _hello(f"{opening.engine} {__version__}", start)
 
     def embed(self, texts: Sequence[str]) -> list[Any]:

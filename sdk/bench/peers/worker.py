@@ -42,6 +42,7 @@ ENGINES = {
 #: Those that embed texts, in ``embedding``.
 EMBEDDING = {
     "embedlm": "Embedlm",
+    "embedlm-int8": "Embedlm",
     "embedlm-other": "Embedlm",
     "fastembed": "FastEmbed",
     "llama.cpp": "LlamaCpp",

@@ -15,6 +15,7 @@ from sdk.kernels.operators.ops import Ops
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.kernels.weights.offload import Offload, OnDisk, OnHost
 from sdk.loaders.open import open_checkpoint
+from sdk.models.auto import quantized_online
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.online import online_quantized
@@ -138,7 +139,7 @@ class RunnerConfig:
             local_files_only=self.local_files_only,
             mmproj=self.mmproj if self.image_rows else False,
         )
-        return online_quantized(checkpoint, self.quantization)
+        return quantized_online(checkpoint, self.quantization, self.hf_overrides)
 
     def open_ops(self, mesh: Mesh) -> Ops:
         """The operators of a rank.
