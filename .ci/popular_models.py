@@ -240,9 +240,10 @@ FAMILIES = (
         ("laguna", "afmoe", "seed_oss", "apertus"), "gates of their own",
         ("Qwen3", "Qwen3-30B-A3B"),
     ),
+    Family("Kimi Linear", ("kimi-linear",), ("kimi_linear",)),
     Family(
-        "Kimi Linear, Ling, Ring 2.5", ("kimi-linear", "bailingmoe3"),
-        ("kimi_linear", "bailing_hybrid"), "delta attention", ("Qwen3-30B-A3B",),
+        "Ling, Ring 2.5", ("bailingmoe3",), ("bailing_hybrid",), "lightning attention",
+        ("Qwen3-30B-A3B",),
     ),
     Family(
         "Voxtral, Qwen3-ASR, LFM2-Audio, Granite Speech", (), ("voxtral", "qwen3_asr"), "audio",

@@ -21,6 +21,8 @@ from sdk.quant.errors import CheckpointError
 MAX_LAYERS = 512
 #: Names of recurrent mixers in a path.
 _MIXERS = (".conv.", ".linear_attn.", ".mamba.", ".rwkv.", ".mlp.shift")
+#: Ends of names of a mixer that is called as attention is (Kimi's).
+_OF_DELTA = ("_conv1d.weight", ".self_attn.A", ".dt_bias")
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -211,10 +213,10 @@ def expected_shape(
 def mixer_shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape in a folder of a vector or a convolution of a recurrent mixer that a GGUF file has
     as ``stored``; ``None`` for other tensors."""
-    if not any(mixer in name for mixer in _MIXERS):
+    if not any(mixer in name for mixer in _MIXERS) and not name.endswith(_OF_DELTA):
         return None
-    if name.endswith((".conv.weight", ".conv1d.weight")) and len(stored) == 2:
-        return stored[0], 1, stored[1]
+    if name.endswith((".conv.weight", "conv1d.weight")) and len(stored) > 1:
+        return stored[0], 1, stored[-1]
     if name.endswith(".A") and stored[1:] > (1,):  # of Mamba-1, for each number of a state
         return stored
     return (math.prod(stored),)

@@ -183,12 +183,12 @@ REFUSED = (
     RefusedModels(
         _RECURRENT,
         gguf=(
-            *("bailingmoe3", "glm5-next", "kimi-k3", "kimi-linear"),
+            *("bailingmoe3", "glm5-next", "kimi-k3"),
             *("minimax-01", "rwkv6", "rwkv6qwen2"),
         ),
         types=(
             *("bailing_hybrid", "bailing_moe_v2_5", "glm5_next_text"),
-            *("kimi_linear", "lara_mini", "minimax", "minimax_text_01"),
+            *("lara_mini", "minimax", "minimax_text_01"),
             *("recurrent_gemma", "rwkv", "rwkv6", "rwkv_hybrid", "xlstm", "zamba"),
             *("zamba2", "zaya"),
         ),

@@ -24,7 +24,10 @@ _ENDS = (*EMBEDDINGS, "lm_head", "output")
 #: Tensors of a model's numbered blocks, whatever the blocks are called.
 _IN_BLOCK = re.compile(r"\.\d+\.")
 #: Routers of experts: few rows, but everything after them depends on them.
-_OF_HEADS = re.compile(r"\.linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)(\.|$)|\.ssm_(alpha|beta|ba)\.")
+_OF_HEADS = re.compile(
+    r"\.linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)(\.|$)|\.ssm_(alpha|beta|ba|[fg]_[ab])\."
+    r"|\.self_attn\.(b|[fg]_[ab])_proj(\.|$)"
+)
 _ROUTER = re.compile(
     r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate|gate\.wg|router\.(gate|layer))"
     r"(\.weight)?$|\.ffn_gate_inp(_shexp)?\."

@@ -191,6 +191,8 @@ _ROUTERS = "re:.*[.](gate|router|shared_expert_gate|gate[.]wg|router[.]layer)$"
 #: key of their configs begins, and how the names of these matrices end.
 _OF_STATES = {
     "linear_num_": "in_proj_a|in_proj_b|in_proj_ba|linear_attn[.]a_proj|linear_attn[.]b_proj",
+    # Kimi, as published and as transformers writes it
+    **dict.fromkeys(("linear_attn_config", "linear_head_dim"), "self_attn[.]b_proj|[fg]_[ab]_proj"),
     "time_step_rank": "x_proj|dt_proj",  # Mamba
     "mamba_dt_rank": "x_proj|dt_proj",  # Jamba
     "decay_low_rank_dim": "lora[.]0|lora[.]2",  # RWKV-7

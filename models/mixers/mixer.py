@@ -9,6 +9,7 @@ are read from a config and say what it keeps of the tokens before. From these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -113,7 +114,12 @@ def decay_rates(source: Source, path: str, *shape: int) -> Tensor:
     ``shape``. Folders hold its logarithm; llama.cpp's converter has computed it."""
     if source.has(f"{path}.A"):
         return source.vector(f"{path}.A", *shape)
-    logarithm = source.vector(f"{path}.A_log", *shape)
+    logarithm = source.plain(f"{path}.A_log")
+    if logarithm.numel() != math.prod(shape):  # Kimi's are [1, 1, heads, 1]
+        raise CheckpointError(
+            f"{path}.A_log: expected shape {list(shape)}, found {list(logarithm.shape)}"
+        )
+    logarithm = logarithm.reshape(shape)
     import numpy as np
 
     from sdk.kernels.lazy_torch import torch

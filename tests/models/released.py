@@ -132,7 +132,9 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         ),
         "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2},),
         "hy_v3": ({"num_shared_experts": 1},),
-        "kimi_linear": ({},),
+        "kimi_linear": (
+            {"num_experts_per_tok": 2, "layer_types": [_LINEAR, _FULL, _LINEAR, _LINEAR]},
+        ),
         "laguna": (
             {
                 "layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING],

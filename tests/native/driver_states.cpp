@@ -44,7 +44,8 @@ struct Step {
     }
 };
 
-// Both runtimes give the same results and leave the same states. What they do not write differs.
+// Both runtimes give the same results and leave the same states. What neither writes differs: an operator
+// that does nothing is noticed without valgrind, too.
 template <typename Args>
 void agree(TestRuntime& one, TestRuntime& many, int kind, Step& step, Args args, const Buffer<float>& state,
            int64_t slot, int64_t results) {
@@ -123,6 +124,34 @@ void states(Random& random, TestRuntime& one, TestRuntime& many) {
             args.eps = 1e-6f;
             args.scale = 0.5f;
             agree(one, many, kOpDelta, step, args, state, slot, total * heads * width);
+        }
+    }
+    {  // RWKV-7
+        const int64_t dim = random.between(1, 40), wide = heads * dim, slot = heads * dim * dim;
+        Buffer<float> x = floats(random, total * wide), y = floats(random, total * wide);
+        Buffer<float> decay = floats(random, total * wide), rates = floats(random, total * wide);
+        Buffer<float> mix = floats(random, wide), state = floats(random, step.count * slot);
+        for (int64_t i = 0; i < decay.size(); ++i) decay[i] = -fabsf(decay[i]);
+        for (int64_t i = 0; i < rates.size(); ++i) rates[i] = 0.2f * fabsf(rates[i]);
+        for (bool mixed : {false, true}) {
+            Buffer<float> own(total * wide);
+            DeltaArgs args = {};
+            args.q = args.v = x.data();
+            args.k = y.data();
+            args.decay = decay.data();
+            args.rate = args.mix = rates.data();
+            args.first = y.data();
+            if (!mixed) args.first = args.mix = nullptr;
+            args.key_norm = args.key_mix = args.key_read = mix.data();
+            args.own = own.data();
+            args.q_token = args.k_token = args.v_token = args.decay_token = wide;
+            args.rate_token = args.first_token = args.mix_token = wide;
+            args.q_head = args.k_head = args.v_head = args.decay_head = dim;
+            args.rate_head = args.first_head = args.mix_head = dim;
+            args.key_heads = args.heads = (int32_t)heads;
+            args.key_dim = args.value_dim = (int32_t)dim;
+            args.by_row = 1;
+            agree(one, many, kOpDelta, step, args, state, slot, total * wide);
         }
     }
     {
