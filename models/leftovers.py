@@ -3,7 +3,8 @@
 A tensor that belongs to the language model and is not used means that another model is computed
 than the file holds: llama.cpp refuses such a file, too. Tensors beside the language model (a vision
 tower), buffers that are computed from the config, layers after the last one (multi-token
-prediction) and scales for activations that are not quantized here change nothing.
+prediction), matrices of keys and values in layers that read those of another one, and scales for
+activations that are not quantized here change nothing.
 
 torch is not imported, as in :mod:`sdk.models.architecture`.
 """
@@ -11,7 +12,7 @@ torch is not imported, as in :mod:`sdk.models.architecture`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ _TEXT = ("model.language_model", "language_model")
 #: The head of a language model, in the spellings of files.
 _HEADS = ("lm_head", "embed_out", "output")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blk|blocks|h)\.(\d+)\.")
+#: What makes keys and values, in folders and GGUF files.
+_OF_KEYS = re.compile(r"\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.\w+$")
 #: Why a tensor changes nothing, by its name. GPT-2's and GPT-NeoX's ``attn.bias`` are causal masks.
 _HARMLESS = (
     (
@@ -70,12 +73,15 @@ class Leftovers(NamedTuple):
         layers: int,
         *,
         ignored: Sequence[str] = (),
+        sharing: Collection[int] = (),
         only_text: bool = False,
         generates: bool = True,
     ) -> Leftovers:
         """Sort the tensors ``unused`` of a file with tensors ``everything``.
 
         ``layers``: of the model. ``ignored``: patterns of names that the model's own code ignores.
+        ``sharing``: layers that read the keys and values of another one. Released files of Gemma 3n
+        have matrices for theirs, which nobody uses and llama.cpp requires.
         ``only_text``: the file holds nothing beside a language model (GGUF). ``generates``: the
         model has a head; a file may have one anyway.
         """
@@ -85,7 +91,7 @@ class Leftovers(NamedTuple):
         own: list[str] = []
         harmless: list[tuple[str, str]] = []
         for name in left:
-            why = _harmless(name, roots, layers, ignored)
+            why = _harmless(name, roots, layers, ignored, sharing)
             if why is None:
                 own.append(name)
             else:
@@ -125,7 +131,9 @@ def _root(name: str) -> str:
     return found or name.partition(".")[0]
 
 
-def _harmless(name: str, roots: set[str], layers: int, ignored: Sequence[str]) -> str | None:
+def _harmless(
+    name: str, roots: set[str], layers: int, ignored: Sequence[str], sharing: Collection[int]
+) -> str | None:
     """Why a tensor changes nothing; ``None`` if it may."""
     for why, pattern in _HARMLESS:
         if pattern.search(name):
@@ -133,6 +141,8 @@ def _harmless(name: str, roots: set[str], layers: int, ignored: Sequence[str]) -
     layer = None if name.startswith(VISION_ROOT) else _LAYER.search(name)
     if layer is not None and int(layer[1]) >= layers:
         return f"of layers after the model's {layers}"
+    if layer is not None and int(layer[1]) in sharing and _OF_KEYS.search(name):
+        return "of layers that read the keys and values of another one"
     if any(re.search(pattern, name) for pattern in ignored):
         return "which transformers' model ignores"
     return None if _root(name) in roots else "beside the language model"

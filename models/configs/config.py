@@ -246,6 +246,11 @@ class ModelConfig:
         """Whether a layer reads the keys and values of an earlier one and has none itself."""
         return bool(self.layer_caches) and isinstance(self.layer_caches[layer], int)
 
+    @property
+    def sharing_layers(self) -> tuple[int, ...]:
+        """Those for which :meth:`shares_keys` is true."""
+        return tuple(i for i in range(self.num_layers) if self.shares_keys(i))
+
     def width_of(self, layer: int) -> int:
         """The width of a layer's MLP."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sdk.api.errors import RequestError
 from sdk.api.machine import cache_folder
 from sdk.api.sizes import format_bytes
-from sdk.bench.real_shapes import RealShape, Tensor, digest
+from sdk.bench.shape_parts import RealShape, Tensor, digest
 from sdk.kernels.weights.layouts import BLOCK_TYPES
 
 if TYPE_CHECKING:

@@ -9,127 +9,13 @@ known here.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from statistics import NormalDist
+from typing import Any
 
-#: The mixture of types of a file, unless its shape names another.
-_USUAL = "q4_k_m"
-
-
-class Tensor(NamedTuple):
-    """``part``: its name in the mixture of types, ``f16``, or how its float32 values are made: a
-    word of :data:`VALUES`. After ``wide:`` its numbers have the variance 1."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: str
-    #: Its number among those of its part, and how many there are.
-    at: int = 0
-    of: int = 1
-
-    def type(self, mixture: str = _USUAL) -> str:
-        """The name of its block type, ``f16`` or ``f32``, in a file of that mixture."""
-        if self.part == "f16":
-            return "f16"
-        if self.part in VALUES:
-            return "f32"
-        from sdk.quant.methods.gguf_mixtures import tensor_type  # imports numpy
-
-        part = self.part.removeprefix("wide:")
-        if mixture == "iq4_xs":
-            return _iq4_xs(part, self.at, self.of)
-        part += "_exps" if "_exps." in self.name else ""
-        return tensor_type(mixture, part, self.at, self.of, self.shape[-1])
-
-
-def _iq4_xs(part: str, layer: int, layers: int) -> str:
-    """llama.cpp's mixture of that name, where a key head serves at least four query heads."""
-    if part == "output":
-        return "q6_k"
-    more = part == "attn_v" or (part == "ffn_down" and layer < layers // 8)
-    return "q5_k" if more else "iq4_xs"
-
-
-#: Kinds of float32 values. ``normal``: with the variance of a matrix; ``taps``: the same, of a
-#: convolution; ``decays``: -16 to -1; ``steps``: biases of the steps of a recurrence; ``rope``:
-#: factors of frequencies; ``skewed``: of a router, whose experts are not equally popular.
-VALUES = ("ones", "normal", "taps", "decays", "steps", "rope", "skewed")
-
-
-class RealShape(Protocol):
-    """``metadata``: without the name of the ``architecture``, which comes before each key.
-    ``mixture``: of types, as in :mod:`sdk.quant.methods.gguf_mixtures`."""
-
-    @property
-    def architecture(self) -> str: ...
-
-    @property
-    def mixture(self) -> str: ...
-
-    def metadata(self) -> dict[str, Any]: ...
-
-    def tensors(self) -> Iterator[Tensor]: ...
-
-
-def digest(shape: RealShape) -> str:
-    """Changes with everything that is written in one mixture of types."""
-    text = repr((sorted(shape.metadata().items()), list(shape.tensors())))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-class _Block:
-    """Names the tensors of one layer."""
-
-    def __init__(self, index: int, layers: int) -> None:
-        self.index, self.layers = index, layers
-
-    def norm(self, name: str, size: int) -> Tensor:
-        return Tensor(f"blk.{self.index}.{name}.weight", (size,), "ones")
-
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        """One whose type depends on the layer alone, if at all."""
-        part = name.removesuffix("_exps").removesuffix("_shexp")
-        return Tensor(f"blk.{self.index}.{name}.weight", shape, part, self.index, self.layers)
-
-    def values(self, name: str, kind: str, *shape: int) -> Tensor:
-        return Tensor(f"blk.{self.index}.{name}", shape, kind)
-
-    def value(self, name: str, shape: tuple[int, int], index: int, count: int) -> Tensor:
-        """A projection to values, number ``index`` among ``count``: some have more bits."""
-        return Tensor(f"blk.{self.index}.{name}.weight", shape, "attn_v", index, count)
-
-    def mlp(self, hidden: int, width: int, ending: str = "", experts: int = 0) -> Iterator[Tensor]:
-        each = (experts,) if experts else ()
-        yield self.matrix(f"ffn_gate{ending}", *each, width, hidden)
-        yield self.matrix(f"ffn_up{ending}", *each, width, hidden)
-        yield self.matrix(f"ffn_down{ending}", *each, hidden, width)
-
-
-def _ends(vocab: int, hidden: int, *, norm: str = "output_norm", tied: bool = True) -> list[Tensor]:
-    """The embedding, the last norm and, unless the embedding is it, the head."""
-    kind = "output" if tied else "token_embd"
-    found = [
-        Tensor("token_embd.weight", (vocab, hidden), kind),
-        Tensor(f"{norm}.weight", (hidden,), "ones"),
-    ]
-    return found if tied else [*found, Tensor("output.weight", (vocab, hidden), "output")]
-
-
-def _common(shape: Any, width: Any, heads_kv: Any, theta: float) -> dict[str, Any]:
-    return {
-        "block_count": shape.layers,
-        "context_length": 32768,
-        "embedding_length": shape.hidden,
-        "feed_forward_length": width,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": heads_kv,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": theta,
-        "vocab_size": shape.vocab,
-    }
+from sdk.bench.shape_parts import USUAL, Block, RealShape, Tensor, common, ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +30,17 @@ class Dense:
     head_dim: int = 128
     vocab: int = 128256
     architecture: str = "llama"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
-        found = _common(self, self.mlp, self.kv_heads, 5e5)
+        found = common(self, self.mlp, self.kv_heads, 5e5)
         return {**found, "rope.dimension_count": self.head_dim}
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden, tied=False)
+        yield from ends(self.vocab, self.hidden, tied=False)
         hidden, keys = self.hidden, self.kv_heads * self.head_dim
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             yield block.matrix("attn_q", self.heads * self.head_dim, hidden)
             yield block.matrix("attn_k", keys, hidden)
@@ -182,13 +68,13 @@ class DeltaNet:
     kernel: int = 4
     every: int = 4
     architecture: str = "qwen35"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
         turned = self.head_dim // 4
         sections = [turned // 2 - 2 * (turned // 6), turned // 6, turned // 6, 0]
         return {
-            **_common(self, self.mlp, self.kv_heads, 1e7),
+            **common(self, self.mlp, self.kv_heads, 1e7),
             "attention.key_length": self.head_dim,
             "attention.value_length": self.head_dim,
             "rope.dimension_count": turned,
@@ -202,12 +88,12 @@ class DeltaNet:
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden)
+        yield from ends(self.vocab, self.hidden)
         values, hidden = self.v_heads * self.state, self.hidden
         mixed = 2 * self.k_heads * self.state + values
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             if (i + 1) % self.every == 0:
                 yield block.matrix("attn_q", 2 * queries, hidden)  # and the gate
@@ -244,18 +130,18 @@ class ShortConvolutions:
     vocab: int = 65536
     kernel: int = 3
     architecture: str = "lfm2"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
         each = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
-        found = _common(self, self.mlp, each, 1e6)
+        found = common(self, self.mlp, each, 1e6)
         return {**found, "shortconv.l_cache": self.kernel}
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden, norm="token_embd_norm")
+        yield from ends(self.vocab, self.hidden, norm="token_embd_norm")
         hidden, keys = self.hidden, self.kv_heads * self.head_dim
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             if i in self.attention:
                 at, count = self.attention.index(i), len(self.attention)
@@ -293,12 +179,12 @@ class StateSpaces:
     head_dim: int = 128
     vocab: int = 100352
     architecture: str = "granitehybrid"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
         each = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
         return {
-            **_common(self, self.expert, each, 10000.0),
+            **common(self, self.expert, each, 10000.0),
             "rope.dimension_count": self.head_dim,
             "rope.scaling.finetuned": False,  # attention without positions
             "attention.scale": 1 / self.head_dim,
@@ -316,11 +202,11 @@ class StateSpaces:
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden)
+        yield from ends(self.vocab, self.hidden)
         hidden, inner, keys = self.hidden, 2 * self.hidden, self.kv_heads * self.head_dim
         mixed = inner + 2 * self.groups * self.state
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             if i in self.attention:
                 at, count = self.attention.index(i), len(self.attention)
@@ -360,7 +246,7 @@ class TwoGeometries:
     window: int = 512
     vocab: int = 262144
     architecture: str = "gemma4"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def _slides(self, layer: int) -> bool:
         return (layer + 1) % self.every != 0
@@ -369,7 +255,7 @@ class TwoGeometries:
         first = self.layers - self.reusing
         widths = [self.mlp if i < first else 2 * self.mlp for i in range(self.layers)]
         return {
-            **_common(self, widths, self.kv_heads, 1e6),
+            **common(self, widths, self.kv_heads, 1e6),
             "rope.freq_base_swa": 1e4,
             "attention.key_length": 2 * self.head_dim,
             "attention.value_length": 2 * self.head_dim,
@@ -385,7 +271,7 @@ class TwoGeometries:
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden)
+        yield from ends(self.vocab, self.hidden)
         hidden, own = self.hidden, self.per_layer
         yield Tensor("rope_freqs.weight", (self.head_dim,), "rope")
         table = (self.vocab, own * self.layers)
@@ -394,7 +280,7 @@ class TwoGeometries:
         yield Tensor("per_layer_proj_norm.weight", (own,), "ones")
         first = self.layers - self.reusing
         for i in range(self.layers):
-            block, width = _Block(i, self.layers), self.head_dim * (1 if self._slides(i) else 2)
+            block, width = Block(i, self.layers), self.head_dim * (1 if self._slides(i) else 2)
             yield block.norm("attn_norm", hidden)
             yield block.matrix("attn_q", self.heads * width, hidden)
             yield block.norm("attn_q_norm", width)
@@ -411,6 +297,89 @@ class TwoGeometries:
             yield block.matrix("proj", hidden, own)
             yield block.norm("post_norm", hidden)
             yield block.norm("layer_output_scale", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualStreams:
+    """Gemma 3n E2B: several copies of the hidden state, a narrow matrix beside attention, an
+    embedding for each layer, sparse activations in the first ``sparse`` layers. The last ones
+    (``reusing``) read the keys of others; their own are in the file, as in the released one."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    reusing: int
+    sparse: int = 10
+    copies: int = 4
+    rank: int = 64
+    per_layer: int = 256
+    head_dim: int = 256
+    every: int = 5
+    window: int = 512
+    vocab: int = 262144
+    architecture: str = "gemma3n"
+    mixture: str = USUAL
+
+    def metadata(self) -> dict[str, Any]:
+        limit = NormalDist().inv_cdf(0.95)
+        return {
+            **common(self, self.mlp, self.kv_heads, 1e6),
+            "rope.freq_base_swa": 1e4,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": [
+                (i + 1) % self.every != 0 for i in range(self.layers)
+            ],
+            "attention.shared_kv_layers": self.reusing,
+            "embedding_length_per_layer_input": self.per_layer,
+            "altup.num_inputs": self.copies,
+            "altup.active_idx": 0,
+            "activation_sparsity_scale": [
+                limit if i < self.sparse else -math.inf for i in range(self.layers)
+            ],
+            "final_logit_softcapping": 30.0,
+        }
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from ends(self.vocab, self.hidden)
+        hidden, own, width = self.hidden, self.per_layer, self.head_dim
+        for name in ("altup_proj", "altup_unembd_proj"):
+            yield Tensor(f"{name}.weight", (self.copies - 1, hidden, hidden), "f16")
+        table = (self.vocab, own * self.layers)
+        yield Tensor("per_layer_token_embd.weight", table, "token_embd")
+        yield Tensor("per_layer_model_proj.weight", (own * self.layers, hidden), "f16")
+        yield Tensor("per_layer_proj_norm.weight", (own,), "ones")
+        for i in range(self.layers):
+            block = Block(i, self.layers)
+            yield block.norm("attn_norm", hidden)
+            yield block.matrix("attn_q", self.heads * width, hidden)
+            yield block.matrix("attn_k", self.kv_heads * width, hidden)
+            yield block.value("attn_v", (self.kv_heads * width, hidden), i, self.layers)
+            yield block.matrix("attn_output", hidden, self.heads * width)
+            yield block.norm("attn_q_norm", width)
+            yield block.norm("attn_k_norm", width)
+            yield block.norm("post_attention_norm", hidden)
+            yield block.norm("ffn_norm", hidden)
+            yield from block.mlp(hidden, self.mlp)
+            yield block.norm("post_ffw_norm", hidden)
+            yield from self._streams(block)
+            yield block.matrix("inp_gate", own, hidden)
+            yield block.matrix("proj", hidden, own)
+            yield block.norm("post_norm", hidden)
+
+    def _streams(self, block: Block) -> Iterator[Tensor]:
+        hidden, copies = self.hidden, self.copies
+        yield block.values("altup_router.weight", "f16", copies, hidden)
+        yield block.norm("altup_router_norm", hidden)
+        yield block.values("altup_predict_coef.weight", "normal", copies * copies, copies)
+        yield block.values("altup_correct_coef.weight", "normal", copies, copies)
+        yield block.norm("altup_correct_scale", hidden)
+        yield block.values("laurel_l.weight", "f16", self.rank, hidden)
+        yield block.values("laurel_r.weight", "f16", hidden, self.rank)
+        yield block.norm("laurel_post_norm", hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,11 +400,11 @@ class Latent:
     value: int = 128
     vocab: int = 102400
     architecture: str = "deepseek2"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
         return {
-            **_common(self, self.mlp, 1, 10000.0),
+            **common(self, self.mlp, 1, 10000.0),
             "attention.kv_lora_rank": self.rank,
             "attention.key_length": self.rank + self.turned,
             "attention.value_length": self.rank,
@@ -452,10 +421,10 @@ class Latent:
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _ends(self.vocab, self.hidden, tied=False)
+        yield from ends(self.vocab, self.hidden, tied=False)
         hidden, heads = self.hidden, self.heads
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             yield block.matrix("attn_q", heads * (self.plain + self.turned), hidden)
             yield block.matrix("attn_kv_a_mqa", self.rank + self.turned, hidden)
@@ -489,11 +458,11 @@ class Experts:
     vocab: int = 151936
     skewed: bool = False
     architecture: str = "qwen3moe"
-    mixture: str = _USUAL
+    mixture: str = USUAL
 
     def metadata(self) -> dict[str, Any]:
         return {
-            **_common(self, self.expert, self.kv_heads, 1e6),
+            **common(self, self.expert, self.kv_heads, 1e6),
             "attention.key_length": self.head_dim,
             "attention.value_length": self.head_dim,
             "expert_count": self.experts,
@@ -502,12 +471,12 @@ class Experts:
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        embedding, *others = _ends(self.vocab, self.hidden, tied=False)
+        embedding, *others = ends(self.vocab, self.hidden, tied=False)
         yield embedding._replace(part=f"wide:{embedding.part}")
         yield from others
         hidden, keys = self.hidden, self.kv_heads * self.head_dim
         for i in range(self.layers):
-            block = _Block(i, self.layers)
+            block = Block(i, self.layers)
             yield block.norm("attn_norm", hidden)
             yield block.matrix("attn_q", self.heads * self.head_dim, hidden)
             yield block.matrix("attn_k", keys, hidden)
@@ -521,11 +490,11 @@ class Experts:
             yield from block.mlp(hidden, self.expert, "_exps", self.experts)
 
 
-def _8b(layers: int, mixture: str = _USUAL) -> Dense:
+def _8b(layers: int, mixture: str = USUAL) -> Dense:
     return Dense(4096, layers, 32, 8, 14336, mixture=mixture)
 
 
-def _a3b(layers: int, *, skewed: bool = False, mixture: str = _USUAL) -> Experts:
+def _a3b(layers: int, *, skewed: bool = False, mixture: str = USUAL) -> Experts:
     return Experts(
         2048, layers, 32, 4, expert=768, experts=128, used=8, skewed=skewed, mixture=mixture
     )
@@ -539,6 +508,7 @@ REAL_SHAPES: Mapping[str, RealShape] = {
     "random-qwen3.5-4b": DeltaNet(2560, 32, 16, 4, 9216, v_heads=32),
     "random-lfm2-1.2b": ShortConvolutions(2048, 16, 32, 8, 8192, (2, 5, 8, 10, 12, 14)),
     "random-gemma4-e2b": TwoGeometries(1536, 35, 8, 1, 6144, reusing=20),
+    "random-gemma3n-e2b": ResidualStreams(2048, 30, 8, 2, 8192, reusing=10),
     "random-granite4-h-tiny": StateSpaces(
         *(1536, 40, 12, 4),
         expert=512,

@@ -128,6 +128,7 @@ def _leftovers(
         everything,
         model.num_layers,
         ignored=ignored,
+        sharing=model.sharing_layers,
         only_text=headers.format == "gguf",
         generates=model.causal,
     )

@@ -125,7 +125,9 @@ class Job:
         names = [entry.name for entry in self.checkpoint.entries()]
         config, only_text = self.layers.config, self.checkpoint.format == "gguf"
         unused = self.checkpoint.unused()
-        left = Leftovers.of(unused, names, config.num_layers, only_text=only_text)
+        left = Leftovers.of(
+            unused, names, config.num_layers, sharing=config.sharing_layers, only_text=only_text
+        )
         left.check(self.checkpoint.path, config.model_type)
 
     def _inputs_bytes(self, ids: Tensor) -> int:

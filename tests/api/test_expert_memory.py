@@ -21,7 +21,8 @@ from sdk import (
     SamplingParams,
 )
 from sdk.bench.random_blocks import write_shape
-from sdk.bench.real_shapes import Experts, Tensor
+from sdk.bench.real_shapes import Experts
+from sdk.bench.shape_parts import Tensor
 from sdk.cli import main
 from sdk.engine.weight_cache.store import WeightStore
 from sdk.kernels.cpu.expert_cache import ExpertCache

@@ -23,14 +23,13 @@ from sdk.bench.real_shapes import (
     Dense,
     Experts,
     Latent,
-    RealShape,
+    ResidualStreams,
     ShortConvolutions,
     StateSpaces,
-    Tensor,
     TwoGeometries,
-    digest,
     num_weights,
 )
+from sdk.bench.shape_parts import RealShape, Tensor, digest
 from sdk.cli import main
 from sdk.kernels.cpu.library import Count, OpKind, WeightView
 from sdk.kernels.cpu.operator_times import OperatorTime, ProgramTimes
@@ -57,6 +56,7 @@ TINY: dict[str, RealShape] = {
         vocab=320,
     ),
     "gemma4": TwoGeometries(256, 10, 2, 1, 512, 5, per_layer=256, head_dim=64, vocab=320),
+    "gemma3n": ResidualStreams(256, 10, 2, 1, 512, 5, 5, head_dim=64, vocab=320),
     "qwen3moe": Experts(
         256, 4, 2, 1, expert=256, experts=8, used=2, head_dim=64, vocab=320, skewed=True
     ),
@@ -83,6 +83,7 @@ SIZES = {
     "random-qwen3.5-4b": Published(4.206, 2.698),
     "random-lfm2-1.2b": Published(1.170, 0.729),
     "random-gemma4-e2b": Published(4.629, 2.795),
+    "random-gemma3n-e2b": Published(4.456, 2.781),
     "random-granite4-h-tiny": Published(6.939, 4.227),
     "random-deepseek-v2-lite": Published(4.908, 3.208),
     "random-30b-a3b": Published(30.532, 18.551),

@@ -220,6 +220,23 @@ def test_many_leftovers_are_counted_and_their_reasons_are_told_apart() -> None:
     ]
 
 
+@pytest.mark.parametrize("layer", ["model.layers.1.self_attn.{}_proj", "blk.1.attn_{}"])
+def test_only_layers_that_read_keys_of_another_one_may_have_unused_matrices_for_them(
+    layer: str,
+) -> None:
+    """Released files of Gemma 3n and 4 have them."""
+    left = [f"{layer.format(part)}.weight" for part in "kv"]
+    left.append(left[0].replace("_proj", "_norm").replace("attn_k.", "attn_k_norm."))
+    found = Leftovers.of(left, left, 2, sharing=[1], only_text=True)
+    assert found.of_the_model == ()
+    assert {why for _, why in found.harmless} == {
+        "of layers that read the keys and values of another one"
+    }
+    query = f"{layer.format('q')}.weight"
+    for sharing, unused in ([], left), ([0], left), ([1], [query]):
+        assert list(Leftovers.of(unused, left, 2, sharing=sharing, only_text=True)[0]) == unused
+
+
 def test_a_tower_beside_the_language_model_of_a_multimodal_model_is_no_part_of_it() -> None:
     used = ["model.language_model.norm.weight", "lm_head.weight"]
     left = ["model.visual.norm.bias", "model.language_model.norm.bias"]
