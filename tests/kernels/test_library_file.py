@@ -70,7 +70,7 @@ def test_the_library_of_this_system_is_not_foreign() -> None:
 def test_where_another_suffix_is_looked_for_the_file_that_is_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wheel of Windows, unpacked on Linux, or the other way round: its file is not looked for."""
+    """The wheel of Windows, unpacked on Linux, or the other way round: no file is found."""
     there, data = "_native.pyd", pe(0x8664)
     if SYSTEM.name == "Windows":
         there, data = "_native.so", elf(62)
