@@ -25,7 +25,7 @@ import sdk
 from sdk import LLM, SamplingParams
 from sdk.loaders.folders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
-from tests.structure.conftest import installed, wheel  # noqa: F401  (fixtures)
+from tests.structure.conftest import installed, tree, wheel  # noqa: F401  (fixtures)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

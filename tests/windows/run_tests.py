@@ -5,8 +5,9 @@ python run_tests.py WHEEL PACKAGES TEST...     folders of both, and what pytest 
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
+from pathlib import Path
 
 
 def main() -> int:
@@ -15,8 +16,12 @@ def main() -> int:
     import pytest
 
     # The checkout's settings and fixtures are for an environment with everything.
-    options = ["--noconftest", "-c", os.devnull, "-q", "-p", "no:cacheprovider"]
-    return int(pytest.main([*options, "--import-mode=importlib", *tests]))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "pytest.ini"
+        settings.write_text("[pytest]\n")
+        options = ["--noconftest", "-c", str(settings), "--rootdir", str(Path.cwd()), "-q"]
+        options += ["-p", "no:cacheprovider"]
+        return int(pytest.main([*options, "--import-mode=importlib", *tests]))
 
 
 if __name__ == "__main__":
