@@ -149,9 +149,8 @@ IMAGES = Refusal(
 )
 _DUAL = Refusal(
     "an encoder of texts beside one of images (a dual encoder)",
-    "its encoders are none of those of CLIP and SigLIP that are described here, or its images have "
-    "several sizes (NaFlex)",
-    "Folders of CLIP, SigLIP and SigLIP 2 with one size of images run (docs/embeddings.md)",
+    "its encoders are none of those of CLIP and SigLIP that are described here",
+    "Folders of CLIP, SigLIP and SigLIP 2 run (docs/embeddings.md)",
 )
 _RESAMPLER = Refusal(
     "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 2.5, "
@@ -241,8 +240,8 @@ REFUSED = (
         types=(
             *("aimv2_text_model", "altclip_text_model", "blip_text_model", "chinese_clip"),
             *("chinese_clip_text_model", "clipseg_text_model", "flava_text_model", "jina_clip"),
-            *("metaclip_2_text_model", "owlvit_text_model", "owlv2_text_model", "siglip2"),
-            *("siglip2_text_model", "vision-text-dual-encoder", "x_clip"),
+            *("metaclip_2_text_model", "owlvit_text_model", "owlv2_text_model"),
+            *("vision-text-dual-encoder", "x_clip"),
         ),
     ),
     RefusedModels(_RESAMPLER, gguf=(), types=("minicpmv", "minicpmo")),
