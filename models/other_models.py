@@ -133,9 +133,10 @@ SPEECH = Refusal(
     _DECODER,
 )
 TOWER = Refusal(
-    "the projector of a multimodal model (mmproj)",
-    "images and audio are not supported",
-    "Open the file of its language model, which lies beside it, for text alone",
+    "the encoder of images or sounds of a model (mmproj)",
+    "it writes no text alone",
+    "Open the file of its language model: an mmproj beside it is found, another one is named with "
+    "mmproj=",
 )
 _DRAFTER = Refusal(
     "a drafting head for another model",
