@@ -233,10 +233,10 @@ class AttentionPool:
         scores = self.scores(x).numpy(force=True).reshape(-1, patches, self.heads)
         rows = x.numpy(force=True).reshape(-1, patches, self.width)
         found = np.empty((len(rows), self.heads, self.width), np.float32)
-        for tile, (own, patches) in enumerate(zip(scores, rows, strict=True)):
+        for tile, (own, values) in enumerate(zip(scores, rows, strict=True)):
             weights = np.exp(own - own.max(axis=0))
             weights /= weights.sum(axis=0)
-            np.einsum("ph,pw->hw", weights, patches, out=found[tile])
+            np.einsum("ph,pw->hw", weights, values, out=found[tile])
         return torch.from_numpy(found.reshape(-1, self.width)).to(x.device)
 
 
