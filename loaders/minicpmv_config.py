@@ -15,8 +15,6 @@ from sdk.models.other_models import check_type
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 MODEL_TYPE = "minicpmv"
-#: The type of the text model by the version.
-_TEXT = {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
 #: Keys about images; all others are the text's, too.
 _OF_IMAGES = (
     *("vision_config", "query_num", "slice_config", "slice_mode", "drop_vision_last_layer"),
@@ -36,7 +34,9 @@ def composite(raw: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
     """
     if raw.get("model_type") != MODEL_TYPE or "text_config" in raw:
         return raw
-    text_type = _TEXT.get(str(raw.get("version")))
+    from sdk.models.vision.minicpmv import TEXT_TYPES  # with such a model
+
+    text_type = TEXT_TYPES.get(str(raw.get("version")))
     if text_type is None:
         check_type(MODEL_TYPE)  # refuses a model whose code is beside its weights
     if raw.get("scale_emb") not in (None, 1):
@@ -45,8 +45,8 @@ def composite(raw: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
             f"MiniCPM-V {raw['version']} is a {text_type}"
         )
     text = {key: value for key, value in raw.items() if key not in _OF_IMAGES}
-    whole = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
-    whole |= {key: raw[key] for key in _OF_IMAGES if key in raw}
+    outside = (*_OF_IMAGES, "tie_word_embeddings", "eos_token_id")
+    whole = {key: raw[key] for key in outside if key in raw}
     return {
         **whole,
         "model_type": MODEL_TYPE,

@@ -163,6 +163,7 @@ MODEL_TYPES: dict[str, tuple[str, ...]] = {
     "roformer": ("roformer",),
     "rwkv7": ("rwkv7",),
     "seed_oss": ("seed_oss",),
+    "siglip2_text_model": ("siglip_text_model",),
     "siglip_text_model": ("siglip_text_model",),
     "smollm3": ("smollm3",),
     "solar_open": ("solar_open",),

@@ -141,9 +141,10 @@ SPEECH = Refusal(
     _DECODER,
 )
 TOWER = Refusal(
-    "the projector of a multimodal model (mmproj)",
-    "images and audio are not supported",
-    "Open the file of its language model, which lies beside it, for text alone",
+    "the encoder of images or sounds of a model (mmproj)",
+    "it writes no text alone",
+    "Open the file of its language model: an mmproj beside it is found, another one is named with "
+    "mmproj=",
 )
 _DRAFTER = Refusal(
     "a drafting head for another model",
@@ -157,9 +158,8 @@ IMAGES = Refusal(
 )
 _DUAL = Refusal(
     "an encoder of texts beside one of images (a dual encoder)",
-    "its encoders are none of those of CLIP and SigLIP that are described here, or its images have "
-    "several sizes (NaFlex)",
-    "Folders of CLIP, SigLIP and SigLIP 2 with one size of images run (docs/embeddings.md)",
+    "its encoders are none of those of CLIP and SigLIP that are described here",
+    "Folders of CLIP, SigLIP and SigLIP 2 run (docs/embeddings.md)",
 )
 _RESAMPLER = Refusal(
     "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 2.5, "
@@ -254,8 +254,8 @@ REFUSED = (
         types=(
             *("aimv2_text_model", "altclip_text_model", "blip_text_model", "chinese_clip"),
             *("chinese_clip_text_model", "clipseg_text_model", "flava_text_model", "jina_clip"),
-            *("metaclip_2_text_model", "owlvit_text_model", "owlv2_text_model", "siglip2"),
-            *("siglip2_text_model", "vision-text-dual-encoder", "x_clip"),
+            *("metaclip_2_text_model", "owlvit_text_model", "owlv2_text_model"),
+            *("vision-text-dual-encoder", "x_clip"),
         ),
     ),
     RefusedModels(_RESAMPLER, gguf=(), types=("minicpmv", "minicpmo")),

@@ -30,12 +30,20 @@ TEXTS = ["a photo of a Cat", "It's the INVOICE, of  March!", "x", "two red bicyc
 _SIZES = {
     "clip": {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
     "siglip": {"size": {"height": 56, "width": 56}},
+    "siglip2": {"patch_size": 7, "max_num_patches": 40},
+}
+#: The model of each kind, and the tokenizer.
+_KINDS = {
+    "clip": ("clip", "clip"),
+    "siglip": ("siglip", "siglip"),
+    "siglip2": ("siglip", "siglip2"),
+    "naflex": ("siglip2", "siglip2"),
 }
 
 
 def write_dual(kind: str, folder: Path, **changes: Any) -> Any:
-    """A folder of ``clip``, ``siglip`` or ``siglip2``; returns transformers' model."""
-    own = "siglip" if kind.startswith("siglip") else "clip"
+    """A folder of ``clip``, ``siglip``, ``siglip2`` or ``naflex``; returns transformers' model."""
+    own = _KINDS[kind][0]
     folder.mkdir(parents=True, exist_ok=True)
     size, specials = write_tokenizer(kind, folder)
     text = {**DUAL[own]["text_config"], "vocab_size": size, **specials}
@@ -47,7 +55,8 @@ def write_dual(kind: str, folder: Path, **changes: Any) -> Any:
 
 
 def _class(own: str) -> str:
-    return "CLIPImageProcessor" if own == "clip" else "SiglipImageProcessor"
+    kinds = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
+    return f"{kinds[own]}ImageProcessor"
 
 
 def _clip_tokenizer(folder: Path) -> tuple[int, dict[str, int]]:
@@ -137,7 +146,7 @@ _TOKENIZERS = {
 
 def write_tokenizer(kind: str, folder: Path) -> tuple[int, dict[str, int]]:
     """The files of a tokenizer; returns the size of the vocabulary and the ids for a config."""
-    return _TOKENIZERS[kind](folder)
+    return _TOKENIZERS[_KINDS[kind][1]](folder)
 
 
 def their_tokenizer(kind: str, folder: Path) -> Any:
@@ -146,7 +155,7 @@ def their_tokenizer(kind: str, folder: Path) -> Any:
         "siglip": transformers.SiglipTokenizer,
         "siglip2": transformers.Siglip2Tokenizer,
     }
-    return classes[kind].from_pretrained(folder)
+    return classes[_KINDS[kind][1]].from_pretrained(folder)
 
 
 def their_texts(kind: str, folder: Path, model: Any, texts: Sequence[str]) -> Tensor:
@@ -162,7 +171,7 @@ def their_texts(kind: str, folder: Path, model: Any, texts: Sequence[str]) -> Te
 
 def their_images(kind: str, model: Any, pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
     """The same of images, uint8 ``[height, width, 3]``."""
-    own = "clip" if kind == "clip" else "siglip"
+    own = _KINDS[kind][0]
     processor = getattr(transformers, f"{_class(own)}Pil")(**_SIZES[own])
     pixels = processor(list(pictures), input_data_format="channels_last", return_tensors="pt")
     with torch.no_grad():

@@ -24,6 +24,7 @@ _DEFAULTS = {
 
 ARCHITECTURE = Architecture(
     "siglip_text_model",
+    aliases=("siglip2_text_model",),
     layer=LAYER,
     config=text_rules(_DEFAULTS, ("projection_size",), causal=False),
     tensors=TensorRules(names=NAMES),

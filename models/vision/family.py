@@ -185,6 +185,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5": "qwen3_vl",
         "qwen3_5_moe": "qwen3_vl",
         "siglip": "siglip_dual",
+        "siglip2": "siglip2_dual",
         "smolvlm": "idefics3",
     }
 )

@@ -33,6 +33,8 @@ _DEFAULTS = {
     "image_size": 980,
     "patch_size": 14,
 }
+#: The type of the text model by the version that a config has.
+TEXT_TYPES = {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
 #: ``clip.minicpmv_version`` of files whose slices are marked as here: 2.6, 4.0, 4.5 and their
 #: relatives that hear (o 2.6, o 4.5).
 _VERSIONS = (3, 4, 5, 6, 100045)
@@ -128,7 +130,7 @@ FAMILY = Family(
     projector,
     mmproj=MmprojRules(
         ("resampler",),
-        ("qwen2", "qwen3", "llama"),
+        tuple(TEXT_TYPES.values()),
         ("<unk>",),
         mmproj_config,
         lambda keys: {

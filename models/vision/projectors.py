@@ -6,6 +6,7 @@ depends on a run of rows, and images have the same bits alone and with others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,13 @@ import numpy as np
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.operators.norm import Norm
 from sdk.models.vision.config import VisionConfig
+from sdk.models.vision.portions import queried_rows
 from sdk.models.vision.stored import stored
 
 if TYPE_CHECKING:
     from sdk.kernels.operators.mlp_activations import Activation
     from sdk.models.source import Source
+    from sdk.models.vision.patches import Places
 
 PATH = "model.projector"
 
@@ -207,7 +210,11 @@ class AttentionPool:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See :class:`sdk.models.vision.family.Projector`; whole tiles."""
-        pooled = self.values(self._means(x)).view(-1, self.heads, self.heads, self._head)
+        return self.pooled(x, self.patches)
+
+    def pooled(self, x: Tensor, patches: int) -> Tensor:
+        """The vectors of tiles of so many patches each."""
+        pooled = self.values(self._means(x, patches)).view(-1, self.heads, self.heads, self._head)
         own = torch.arange(self.heads, device=x.device)
         joined = pooled[:, own, own].reshape(-1, self.width) + self.biases[2 * self.width :]
         x = self.out(joined)
@@ -219,15 +226,30 @@ class AttentionPool:
     def _head(self) -> int:
         return self.width // self.heads
 
-    def _means(self, x: Tensor) -> Tensor:
+    def _means(self, x: Tensor, patches: int) -> Tensor:
         """The mean of a tile's patches by the weights of each head, float32 ``[tiles * heads,
         width]``. In numpy, tile by tile, so that an image has the same bits alone and with
         others."""
-        scores = self.scores(x).numpy(force=True).reshape(-1, self.patches, self.heads)
-        rows = x.numpy(force=True).reshape(-1, self.patches, self.width)
+        scores = self.scores(x).numpy(force=True).reshape(-1, patches, self.heads)
+        rows = x.numpy(force=True).reshape(-1, patches, self.width)
         found = np.empty((len(rows), self.heads, self.width), np.float32)
-        for tile, (own, patches) in enumerate(zip(scores, rows, strict=True)):
+        for tile, (own, values) in enumerate(zip(scores, rows, strict=True)):
             weights = np.exp(own - own.max(axis=0))
             weights /= weights.sum(axis=0)
-            np.einsum("ph,pw->hw", weights, patches, out=found[tile])
+            np.einsum("ph,pw->hw", weights, values, out=found[tile])
         return torch.from_numpy(found.reshape(-1, self.width)).to(x.device)
+
+
+class AttentionPoolOfTiles(AttentionPool):
+    """The same over tiles of any shape (SigLIP 2 NaFlex): see
+    :class:`sdk.models.vision.family.Queries`."""
+
+    def __init__(self, source: Source, config: VisionConfig) -> None:
+        super().__init__(source, config)
+        self.rows = queried_rows(config)
+
+    def of_tile(self, x: Tensor, where: Places) -> Iterator[Tensor | None]:
+        """See :class:`sdk.models.vision.family.Queries`; a tile is one part."""
+        for _ in range(0, len(x), self.rows):
+            yield None
+        yield self.pooled(x, len(x))

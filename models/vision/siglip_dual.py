@@ -55,7 +55,7 @@ def projector(source: Source, config: VisionConfig) -> AttentionPool:
     return AttentionPool(source, config)
 
 
-_NAMES = {
+NAMES = {
     **{name: own for name, own in WHOLE_NAMES.items() if name != "pooling"},
     "projector": "tower.head",
 }
@@ -63,7 +63,7 @@ _NAMES = {
 FAMILY = Family(
     ("siglip",),
     LAYER,
-    VisionNames({"vision_model.": "tower."}, LAYERS, _NAMES, LAYER_NAMES),
+    VisionNames({"vision_model.": "tower."}, LAYERS, NAMES, LAYER_NAMES),
     read,
     projector,
     positions=learned,

@@ -215,7 +215,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, str | os.PathLike):
-                    raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
+                    raise RequestError(f"{name}: expected a path, found {safe_repr(value)}")
                 object.__setattr__(self, name, os.fspath(value))
 
     def _check_choices(self) -> None:

@@ -32,7 +32,7 @@ class Dual(NamedTuple):
     llm: LLM
 
 
-@pytest.fixture(scope="module", params=["clip", "siglip", "siglip2"])
+@pytest.fixture(scope="module", params=["clip", "siglip", "siglip2", "naflex"])
 def dual(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Dual]:
@@ -145,7 +145,7 @@ def test_a_text_ends_with_its_first_end(tmp_path: Path) -> None:
         assert np.abs(vectors(llm.embed(texts)) - wanted).max() < 2e-6
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "naflex"])
 def test_less_precision_changes_vectors_little(kind: str, tmp_path: Path) -> None:
     theirs = write_dual(kind, tmp_path)
     prompts = [*TEXTS, *(seen(one) for one in PICTURES)]

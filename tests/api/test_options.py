@@ -245,7 +245,7 @@ def test_a_16_bit_dtype_is_met_or_exceeded_on_a_cpu(golden: Path, dtype: Any) ->
         ({"hf_overrides": "no"}, "hf_overrides: expected a dict of config.json's keys, found 'no'"),
         ({"hf_overrides": [1]}, "hf_overrides: expected a dict"),
         ({"hf_overrides": {1: 2}}, "hf_overrides: expected a dict"),
-        ({"tokenizer": 5}, "tokenizer: expected a folder, found 5"),
+        ({"tokenizer": 5}, "tokenizer: expected a path, found 5"),
         ({"revision": 5}, "revision: expected a string, found 5"),
         ({"disk_offload": 4}, "disk_offload: 4 would mean bytes; write disk_offload='4GiB'"),
         ({"disk_offload": 1.5}, "write disk_offload='1.5GiB'"),

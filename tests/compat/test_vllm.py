@@ -403,7 +403,7 @@ def test_arguments_that_cannot_be_honored(llm: LLM) -> None:
     with pytest.raises(RequestError, match="lora_request"):
         llm.score("x", "y", lora_request=adapter)
     image = {"prompt": "x", "multi_modal_data": {"image": object()}}
-    with pytest.raises(RequestError, match="multi_modal_data"):
+    with pytest.raises(RequestError, match="multi_modal_data: expected none: this model"):
         llm.generate(image)
 
 

@@ -103,6 +103,13 @@ def their_tiles(theirs: Any, outputs: Any) -> list[Floats]:
             tiles.append(tile.transpose(0, 2, 1, 3, 4).reshape(3, rows * patch, columns * patch))
             at += width
         return tiles
+    if "spatial_shapes" in outputs:  # SigLIP 2: patches, filled up, whose colors are neighbours
+        patch, found = theirs.patch_size, []
+        for (rows, columns), own in zip(outputs["spatial_shapes"], values, strict=True):
+            tile = own[: rows * columns].reshape(rows, columns, patch, patch, 3)
+            tile = tile.transpose(4, 0, 2, 1, 3)
+            found.append(tile.reshape(3, rows * patch, columns * patch))
+        return found
     values = np.asarray(values)
     return list(values[0] if values.ndim == 5 else values)
 
@@ -266,6 +273,13 @@ FAMILIES = {
         {"model_type": "siglip", "vision_config": _tower(112, 16)},
         ("siglip", "SiglipImageProcessorPil"),
         {"size": {"height": 112, "width": 112}},
+        None,
+        "",
+    ),
+    "siglip2-naflex": Family(
+        {"model_type": "siglip2", "vision_config": _tower(None, 16)},
+        ("siglip2", "Siglip2ImageProcessorPil"),
+        {"patch_size": 16, "max_num_patches": 60},
         None,
         "",
     ),

@@ -99,7 +99,7 @@ def test_encoders_are_named_by_plan_and_by_llm(
     [
         ({"general.type": "adapter"}, "a LoRA adapter for another model"),
         ({"general.type": "imatrix"}, "an importance matrix"),
-        ({"general.type": "mmproj"}, "the projector of a multimodal model"),
+        ({"general.type": "mmproj"}, "the encoder of images or sounds of a model"),
         ({"general.type": "vocab"}, "a vocabulary without weights"),
     ],
 )

@@ -17,7 +17,7 @@ from sdk.loaders.folders.hf_folder import complete_config
 from sdk.models.configs.config import ModelConfig
 from tests.dual_models import TEXTS, write_dual
 
-KINDS = {"clip": "clip", "siglip": "siglip"}
+KINDS = ("clip", "siglip", "siglip2")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,7 +43,8 @@ def test_a_config_that_names_types_alone_has_the_defaults_of_transformers(
         assert (own.activation_slope == 1.702) == (other.hidden_act == "quick_gelu")
     assert (found.vocab_size, found.max_position) == (text.vocab_size, text.max_position_embeddings)
     assert found.vision.patch == vision.patch_size
-    assert found.vision.tile_side * vision.patch_size == vision.image_size
+    side = vision.num_patches**0.5 if kind == "siglip2" else vision.image_size / vision.patch_size
+    assert found.vision.tile_side == side
     width = theirs.projection_dim if kind == "clip" else vision.hidden_size
     assert (found.vision.hidden_size, found.causal) == (width, kind == "clip")
 
@@ -55,8 +56,9 @@ def changed(folder: Path, part: str | None, **values: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def test_a_tower_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
-    write_dual("siglip", tmp_path)
+@pytest.mark.parametrize("kind", ["siglip", "naflex"])
+def test_a_tower_without_a_head_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    write_dual(kind, tmp_path)
     changed(tmp_path, "vision_config", vision_use_head=False)
     with pytest.raises(UnsupportedError, match="vision_use_head: expected True"):
         LLM(str(tmp_path))

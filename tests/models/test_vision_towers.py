@@ -55,6 +55,7 @@ SIZES = {
     "paligemma": [[(56, 56)], [(56, 56)]],
     "qwen3_5": [[(40, 24)], [(8, 104)]],
     "clip": [[(56, 56)], [(56, 56)]],
+    "siglip2": [[(28, 42)], [(7, 14)], [(70, 21)]],
     "siglip": [[(56, 56)], [(56, 56)]],
 }
 
@@ -164,7 +165,7 @@ def test_parts_of_a_layer_have_the_bits_of_the_whole_and_a_bound(
         busy += work[0] > 0
         assert work[0] <= most
     assert parts > busy > tower.num_layers
-    tiles = [rows * columns * tower.config.merge**2 for rows, columns in own.grids]
+    tiles = [tile.shape[0] * tile.shape[1] // tower.config.patch**2 for tile in own.tiles]
     lengths = [one + tower.config.class_token for one in tiles]
     assert parts == units(lengths, tower.config)  # as the scheduler counts them
     assert torch.equal(run.rows()[0], whole)

@@ -244,6 +244,10 @@ DUAL_TEXT: dict[str, Any] = {
 DUAL: dict[str, dict[str, Any]] = {
     "clip": {"text_config": DUAL_TEXT, "vision_config": SIGLIP, "projection_dim": 48},
     "siglip": {"text_config": {**DUAL_TEXT, "projection_size": 72}, "vision_config": SIGLIP},
+    "siglip2": {
+        "text_config": {**DUAL_TEXT, "projection_size": 72},
+        "vision_config": {**SIGLIP, "num_patches": 25},
+    },
 }
 
 
@@ -276,6 +280,8 @@ def image(config: VisionConfig, sizes: list[tuple[int, int]], seed: int) -> Imag
     side = config.patch * config.merge
     tiles = tuple(noise.integers(0, 256, (*size, 3), np.uint8) for size in sizes)
     grids = tuple((height // side, width // side) for height, width in sizes)
+    if config.queries:
+        grids = ((1, config.queries),) * len(tiles)
     count = sum(rows * columns for rows, columns in grids)
     return ImageInput(tiles, grids, count, bytes([seed]) * 32)
 
@@ -356,8 +362,8 @@ def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
         return _joined(model.get_image_features(pixels, sizes).pooler_output)
 
 
-def _lfm2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
-    """Tile by tile: its processor pads them to the size of the largest."""
+def _siglip2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+    """Tile by tile: its processors pad them to the size of the largest (LFM2-VL, NaFlex)."""
     found, side = [], config.patch
     for tile in own.tiles:
         pixels = normalized(tile, config)
@@ -366,7 +372,8 @@ def _lfm2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
         patches, shape = parts.reshape(1, down * right, -1), torch.tensor([[down, right]])
         mask = torch.ones(1, down * right, dtype=torch.int32)
         with torch.no_grad():
-            found.append(_joined(model.get_image_features(patches, shape, mask).pooler_output))
+            given = {"spatial_shapes": shape, "pixel_attention_mask": mask}
+            found.append(_joined(model.get_image_features(patches, **given).pooler_output))
     return torch.cat(found)
 
 
@@ -396,7 +403,8 @@ _OTHERS = {
     "llava_next": _anyres_rows,
     "llava_onevision": _anyres_rows,
     "idefics3": _idefics_rows,
-    "lfm2_vl": _lfm2_rows,
+    "lfm2_vl": _siglip2_rows,
+    "siglip2": _siglip2_rows,
     "minicpmv4_6": _minicpm_rows,
     "mistral3": _mistral_rows,
     "smolvlm": _idefics_rows,

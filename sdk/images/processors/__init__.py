@@ -18,6 +18,7 @@ from sdk.images.processors.square import (
     DualProcessor,
     GemmaProcessor,
     LlavaProcessor,
+    NaflexProcessor,
     PaliGemmaProcessor,
 )
 from sdk.quant.errors import UnsupportedError
@@ -37,6 +38,7 @@ _IDEFICS: dict[str, _Maker] = {
 _PROCESSORS: dict[str, dict[str, _Maker]] = {
     "clip": {"CLIPImageProcessor": DualProcessor},
     "siglip": {"SiglipImageProcessor": DualProcessor},
+    "siglip2": {"Siglip2ImageProcessor": NaflexProcessor},
     "gemma3": {"Gemma3ImageProcessor": GemmaProcessor},
     "paligemma": {"SiglipImageProcessor": PaliGemmaProcessor},
     "qwen2_vl": _QWEN,

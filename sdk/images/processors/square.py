@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.images.processors.base import BICUBIC, BILINEAR, ImageProcessor, Picture, Size, Tiling
+from sdk.images.processors.base import (
+    BICUBIC,
+    BILINEAR,
+    ImageProcessor,
+    Picture,
+    Size,
+    Tiling,
+    too_narrow,
+)
 from sdk.images.processors.settings import Settings
 from sdk.images.processors.towers import check_all_patches, tile_side, tokens_per_side
 
@@ -199,6 +207,58 @@ class DualProcessor(MiddleProcessor):
         return 1, 1
 
 
+class NaflexProcessor(ImageProcessor):
+    """SigLIP 2 for all shapes: as many whole patches as a number allows, of about the same aspect
+    ratio, and one vector."""
+
+    placeholder = "<image>"
+    most_tokens = 1
+
+    def __init__(self, settings: Settings) -> None:
+        self._resample = settings.resample(BILINEAR)
+        self._patch = settings.patch(settings.number("patch_size", 16))
+        named = settings.number("patch_size", self._patch)
+        if named != self._patch:
+            raise settings.invalid("patch_size", named, f"the tower's, {self._patch}")
+        self._most = settings.number("max_num_patches", 256)
+        settings.done()
+
+    def _tiling(self, height: int, width: int) -> Tiling:
+        rows, columns = self._size(height, width)
+        if rows * columns > self._most * self._patch**2:
+            raise too_narrow(
+                height, width, f"would become more than the {self._most} patches of this model"
+            )
+        return Tiling(((1, 1),), 1)
+
+    def _size(self, height: int, width: int) -> Size:
+        """The sides in pixels: the largest scale, by bisection, at which the patches fit."""
+
+        def scaled(scale: float) -> Size:
+            patch = self._patch
+            down, across = (
+                max(patch, math.ceil(side * scale / patch) * patch) for side in (height, width)
+            )
+            return down, across
+
+        low, high, end = 1e-6, 100.0, 1e-5
+        while high - low >= end:
+            middle = (low + high) / 2
+            rows, columns = scaled(middle)
+            if (rows / self._patch) * (columns / self._patch) <= self._most:
+                low = middle
+            else:
+                high = middle
+        return scaled(low)
+
+    def _tiles(self, picture: Picture, tiling: Tiling) -> Iterator[NDArray[np.uint8]]:
+        size = self._size(picture.height, picture.width)
+        yield picture.resized(size, self._resample).pixels()
+
+    def _marked(self, tiling: Tiling) -> Sequence[str | int]:
+        return (1,)
+
+
 def shortest_edge(height: int, width: int, edge: int) -> Size:
     """The size at which the shorter side is ``edge``, and the aspect ratio as it was."""
     longer = int(edge * max(height, width) / min(height, width))
@@ -219,4 +279,10 @@ def center_crop(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     return canvas[top : top + side, left : left + side]
 
 
-__all__ = ["DualProcessor", "GemmaProcessor", "LlavaProcessor", "PaliGemmaProcessor"]
+__all__ = [
+    "DualProcessor",
+    "GemmaProcessor",
+    "LlavaProcessor",
+    "NaflexProcessor",
+    "PaliGemmaProcessor",
+]

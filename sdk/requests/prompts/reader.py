@@ -297,6 +297,8 @@ class PromptReader:
         unknown = set(prompt) - known - set(_INFILL if "prompt" in given else ())
         if not given and "role" in prompt:
             raise _is_message(prompt)
+        if self.images is None and prompt.get("multi_modal_data"):
+            raise RequestError("multi_modal_data: expected none: this model reads no images")
         if len(given) != 1 or len(negatives) > 1 or unknown:
             raise RequestError(
                 "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (or "
