@@ -41,7 +41,7 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 _DEFAULT_BLOCK = 16
 #: Tokens of a step if no number is given. More did not make prompts faster on a CPU (docs/log.md).
-_STEP_TOKENS, _STEP_TOKENS_GPU = 256, 2048
+STEP_TOKENS, _STEP_TOKENS_GPU = 256, 2048
 #: A smaller size of swapped pages or offloaded weights is meant as a number of GiB: no page is
 #: smaller than 1 KiB, and no weight that can be offloaded.
 _LEAST_SIZE = 1024
@@ -464,7 +464,7 @@ class EngineConfig:
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(_STEP_TOKENS_GPU if self.device == "cuda" else _STEP_TOKENS, self.max_num_seqs)
+        return max(_STEP_TOKENS_GPU if self.device == "cuda" else STEP_TOKENS, self.max_num_seqs)
 
     def _check_folder(self, name: str, option: str) -> None:
         """``name`` must be a folder, and has an effect only together with ``option``."""

@@ -25,7 +25,7 @@ from sdk.bench.plots import check_matplotlib, write_plots
 from sdk.bench.random_models import SHAPES
 from sdk.bench.real_shapes import REAL_SHAPES
 from sdk.bench.report import Section, to_markdown, to_text
-from sdk.bench.settings import Settings
+from sdk.bench.settings import Settings, least_output
 from sdk.bench.suites import SUITES, measure
 from sdk.demo import MINILM, SMOLLM2
 from sdk.kernels.packages import check_installed
@@ -185,6 +185,12 @@ def run(args: argparse.Namespace) -> int:
         return gpu.run(args)
     if args.output_len < 2:
         raise RequestError("--output-len: expected at least 2, found 1 (nothing would be decoded)")
+    least = least_output(max(args.streams))
+    if {"decode", "phases"} & {*args.suite} and args.output_len < least:
+        raise RequestError(
+            f"--output-len: expected at least {least} with {max(args.streams)} requests, found "
+            f"{args.output_len} (the first requests would end before the last ones begin)"
+        )
     for peer in args.against:
         check_peer(peer)
     if args.plots:

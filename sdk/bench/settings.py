@@ -15,6 +15,19 @@ from sdk.bench.report import Result
 DECODE_PROMPT = 128
 
 
+def least_output(requests: int) -> int:
+    """The fewest tokens an answer must have for all ``requests`` to decode at the same time in our
+    engine: while the prompts of the last ones are computed, the first ones decode already."""
+    from sdk.api.config import STEP_TOKENS  # parsing a command line must not import it
+
+    left, began, steps = requests * DECODE_PROMPT, 0, 0
+    while left > 0:
+        left -= max(STEP_TOKENS, 2 * requests) - began
+        began = min(requests, (requests * DECODE_PROMPT - left) // DECODE_PROMPT)
+        steps += 1
+    return steps + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of one run. ``unpacked()`` returns a model that every engine can read;

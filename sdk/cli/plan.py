@@ -36,6 +36,7 @@ def model_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sdk.api.sizes import format_bytes
     from sdk.llm import LLM
     from sdk.memory.disk_speed import disk_bandwidth
     from sdk.memory.plan import DISK_BANDWIDTH
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
                 said += f", if the disk reads {DISK_BANDWIDTH / 1e9:g} GB/s"
             elif plan.experts is not None:
                 said += (
-                    f" if all experts are used equally often; the disk reads {disk / 1e9:.2g} GB/s"
+                    f" if it reads {format_bytes(plan.experts.usual)} of experts for a token; the "
+                    f"disk reads {disk / 1e9:.2g} GB/s"
                 )
             print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:

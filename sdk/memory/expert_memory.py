@@ -16,6 +16,9 @@ from sdk.kernels.weights.expert_slots import slot_bytes
 if TYPE_CHECKING:
     from sdk.models.configs.config import ModelConfig
 
+#: Of the experts that are not in memory a token needs fewer than their share, because tokens that
+#: follow each other choose alike: that share to this power (docs/log/memory.md has the numbers).
+_ALIKE = 1.5
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.
 _AHEAD = 2
@@ -54,6 +57,11 @@ class ExpertShare:
     def missed(self) -> int:
         """Bytes that a token reads from the disk if all experts are used equally often."""
         return int(self.read * (1 - self.resident / self.total))
+
+    @property
+    def usual(self) -> int:
+        """Bytes that a token usually reads from the disk, which is less."""
+        return int(self.read * (1 - self.resident / self.total) ** _ALIKE)
 
 
 def why_all_stay(config: EngineConfig, model: ModelConfig) -> str:

@@ -245,17 +245,19 @@ class MemoryPlan:
         measures it for a CPU in 0.1 s. A token reads the weights and the keys and values before it;
         in ``docs/bench/benchmarks.md`` that reaches 55 to 78 % of the bandwidth. Offloaded weights
         are read at ``disk`` bytes per second, an estimate unless given. They are faster while the
-        system still has them in its page cache.
+        system still has them in its page cache. Experts that are not in memory are read while
+        others are multiplied, so the slower of the two counts; how many they are is an estimate.
         """
         on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
-        if self.experts is not None:
-            on_disk = self.experts.missed
         nbytes = self.read - on_disk + context * self.page_bytes // self.page_size
         for group in self.windows:
             nbytes += min(context, group.window) * group.frame_bytes // self.page_size
         if self.states is not None:
             nbytes += 2 * self.states.slot_bytes  # read and written
-        return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + on_disk / disk)
+        computing = max(nbytes, 1) / (DECODE_SHARE * bandwidth)
+        if self.experts is not None:
+            return 1 / max(computing, self.experts.usual / disk)
+        return 1 / (computing + on_disk / disk)
 
     def __str__(self) -> str:
         lines = [

@@ -31,7 +31,7 @@ from sdk.bench import (
 from sdk.bench.engines import Load, Peer, Sample
 from sdk.bench.peers.opening import Opening
 from sdk.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
-from sdk.bench.settings import make_load
+from sdk.bench.settings import least_output, make_load
 from sdk.bench.suites import SUITES, busy_core
 from sdk.cli import build_parser, main
 from sdk.kernels.cpu import levels, probe
@@ -63,6 +63,19 @@ def test_counts_are_positive(option: str, capsys: Captured) -> None:
 def test_one_output_token_leaves_nothing_to_decode(golden: Path, capsys: Captured) -> None:
     assert main(["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--output-len", "1"]) == 2
     assert "--output-len: expected at least 2" in capsys.readouterr().err
+
+
+def test_too_few_output_tokens_are_refused_before_a_model_is_read(
+    golden: Path, capsys: Captured
+) -> None:
+    argv = ["bench", str(golden / "gguf-Q8_0" / "model.gguf"), "--streams", "1,16"]
+    assert main([*argv, "--output-len", "9"]) == 2
+    assert "expected at least 10 with 16 requests, found 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 2), (2, 2), (5, 4), (16, 10)])
+def test_all_requests_decode_at_a_time(requests: int, tokens: int) -> None:
+    assert least_output(requests) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "decode,nonsense", "Decode", "all,decode"])
