@@ -12,6 +12,7 @@ from typing import Any
 from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
 from sdk.models.other_models import check_type
+from sdk.models.vision.family import MINICPMV_TEXTS
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 MODEL_TYPE = "minicpmv"
@@ -34,9 +35,7 @@ def composite(raw: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
     """
     if raw.get("model_type") != MODEL_TYPE or "text_config" in raw:
         return raw
-    from sdk.models.vision.minicpmv import TEXT_TYPES  # with such a model
-
-    text_type = TEXT_TYPES.get(str(raw.get("version")))
+    text_type = MINICPMV_TEXTS.get(str(raw.get("version")))
     if text_type is None:
         check_type(MODEL_TYPE)  # refuses a model whose code is beside its weights
     if raw.get("scale_emb") not in (None, 1):

@@ -191,6 +191,12 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 )
 
 
+#: The type of the text model by the version in a config of MiniCPM-V, which does not name it.
+MINICPMV_TEXTS: Mapping[str, str] = MappingProxyType(
+    {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
+)
+
+
 def family(model_type: object) -> Family | None:
     """The family of the vision model with this type; ``None``: its images are not supported."""
     module = FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.models.configs.fields import MAX_WIDTH, Fields, without_null
 from sdk.models.vision.config import HALF, VisionConfig, color, only
-from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
+from sdk.models.vision.family import (
+    MINICPMV_TEXTS,
+    PROCESSOR,
+    SHAPES,
+    Family,
+    MmprojRules,
+    VisionNames,
+)
 from sdk.models.vision.minicpmv4_6 import most_tokens
 from sdk.models.vision.positions import nearest_part
 from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, WHOLE_NAMES, siglip_config
@@ -33,8 +40,6 @@ _DEFAULTS = {
     "image_size": 980,
     "patch_size": 14,
 }
-#: The type of the text model by the version that a config has.
-TEXT_TYPES = {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
 #: ``clip.minicpmv_version`` of files whose slices are marked as here: 2.6, 4.0, 4.5 and their
 #: relatives that hear (o 2.6, o 4.5).
 _VERSIONS = (3, 4, 5, 6, 100045)
@@ -130,7 +135,7 @@ FAMILY = Family(
     projector,
     mmproj=MmprojRules(
         ("resampler",),
-        tuple(TEXT_TYPES.values()),
+        tuple(MINICPMV_TEXTS.values()),
         ("<unk>",),
         mmproj_config,
         lambda keys: {
