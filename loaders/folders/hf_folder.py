@@ -16,8 +16,7 @@ from typing import Any
 from sdk.kernels.lazy_torch import Tensor, import_torch, torch
 from sdk.kernels.packages import missing
 from sdk.kernels.weights.layouts import Dense
-from sdk.loaders import minicpmv_config
-from sdk.loaders.folders import mistral_params, vision_tensors
+from sdk.loaders.folders import minicpmv_config, mistral_params, vision_tensors
 from sdk.loaders.folders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.folders.safetensors_folder import open_weights

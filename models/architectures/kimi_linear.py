@@ -21,7 +21,7 @@ from sdk.models.architectures.glm4_moe import V3_ROUTE
 from sdk.models.configs.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from sdk.models.configs.latent import LATENT_GGUF_KEYS, LATENT_KEYS, latent_of, read_latent
 from sdk.models.configs.latent_spec import LatentSpec
-from sdk.models.kimi_delta import KimiDeltaSpec
+from sdk.models.mixers.kimi_delta import KimiDeltaSpec
 
 _MOST_TAPS = 16
 _LINEAR, _FULL = "linear_attention", "full_attention"

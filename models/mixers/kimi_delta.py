@@ -2,8 +2,8 @@
 
 ``q, k, v = conv([q | k | v] x)``, the decay of a row of a head's state is ``-e^A softplus(f x +
 b)`` with f of low rank, the state follows the gated delta rule
-(:meth:`sdk.kernels.operators.state_ops.StateOps.gated_delta`), and the result of a head is ``norm(y) *
-sigmoid(g x)`` with g of low rank. Kimi Team, "Kimi Linear" (2025), arXiv 2510.26692;
+(:meth:`sdk.kernels.operators.state_ops.StateOps.gated_delta`), and the result of a head is
+``norm(y) * sigmoid(g x)`` with g of low rank. Kimi Team, "Kimi Linear" (2025), arXiv 2510.26692;
 transformers' modeling_kimi_linear.py.
 """
 
