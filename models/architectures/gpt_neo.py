@@ -29,12 +29,16 @@ _IN_TURN = [[["global", "local"], 12]]
 
 def _slides(fields: Fields, layers: int) -> list[bool]:
     """Of ``attention_types``: pairs of the kinds of some layers, and how often they come."""
-    stated = fields.values.get("attention_types") or _IN_TURN
+    stated: Any = fields.values.get("attention_types") or _IN_TURN
+    kinds: list[Any] = []
     try:
-        kinds = [kind for each, times in stated for _ in range(times) for kind in each]
+        for each, times in stated:
+            kinds += [*each][: layers + 1] * min(times, layers + 1)
+            if len(kinds) > layers:  # a count in a file may be any number
+                break
     except (TypeError, ValueError):
         kinds = []
-    if len(kinds) != layers or not {*kinds} <= {"global", "local"}:
+    if len(kinds) != layers or any(kind not in ("global", "local") for kind in kinds):
         expected = f"pairs of a list of global or local and a count, {layers} layers in all"
         fields.fail("attention_types", expected, str(stated)[:120])
     return [kind == "local" for kind in kinds]
