@@ -36,7 +36,7 @@ EPS = 1e-6
 _BASE = 10000.0
 
 
-class Part:
+class InputProjection:
     """The projection to queries, keys or values: one of three matrices, or a third of one."""
 
     def __init__(self, source: Source, number: int, width: int) -> None:
@@ -83,7 +83,7 @@ class Resampler:
         self.of_patches = source.norm(f"{PATH}.ln_kv", width, EPS)
         self.of_queries = source.norm(f"{PATH}.ln_q", width, EPS)
         self.after = source.norm(f"{PATH}.ln_post", width, EPS)
-        self.queries, self.keys, self.values = (Part(source, i, width) for i in range(3))
+        self.queries, self.keys, self.values = (InputProjection(source, i, width) for i in range(3))
         self.out = source.matrix(f"{PATH}.attention.out_proj", width, width)
         self.last = source.matrix(f"{PATH}.last", width, width)
         self.learned = stored(source, "projector.query", (config.queries, width)).to(
