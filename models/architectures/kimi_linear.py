@@ -99,10 +99,10 @@ ARCHITECTURE = Architecture(
             *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"),
             *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
         ),
-        # names of the one way to do a thing; nothing rotates
+        # names of the one way to do a thing
         ignored=(
             *("moe_layer_freq", "use_grouped_topk", "qk_head_dim", "num_nextn_predict_layers"),
-            *("rope_theta", "rope_scaling", "rope_parameters", "head_dim", "output_router_logits"),
+            "output_router_logits",
         ),
         defaults={
             "n_group": 1,
@@ -128,6 +128,8 @@ ARCHITECTURE = Architecture(
             "norm_topk_prob": "moe_renormalize",
             "n_group": "num_expert_group",
             "num_experts_per_tok": "num_experts_per_token",
+            "num_experts": "num_local_experts",
+            "num_shared_experts": "n_shared_experts",
         },
         derived=_derived,
         unrotated=lambda fields, windows: [True] * len(windows),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from sdk.kernels.lazy_torch import torch
 from sdk.models.mixers.mixer import conv_rows, decay_rates, range_of, share_of
 from sdk.quant.caches import StateCache, StatePart
 
@@ -78,10 +79,11 @@ class KimiDelta:
 
         self.decays, self.gates = wide("f_b_proj"), wide("g_b_proj")
         names = [f"{name}_conv1d" for name in "qkv"]
-        ranges = [(number * total + own[0], own[1]) for number in range(3)]
-        self.conv, _ = conv_rows(source, path, names, 3 * total, spec.taps, ranges)
+        each = [conv_rows(source, path, [name], total, spec.taps, [own])[0] for name in names]
+        self.conv = torch.cat(each)
         heads = slice(start, start + self.heads)
-        self.rates = decay_rates(source, path, spec.heads)[heads].contiguous()
+        rates = decay_rates(source, path, spec.heads, stored=(1, 1, spec.heads, 1))
+        self.rates = rates[heads].contiguous()
         rows = slice(own[0], sum(own))
         self.dt_bias = source.vector(f"{path}.dt_bias", total)[rows].contiguous()
         from sdk.kernels.operators.norm import Norm

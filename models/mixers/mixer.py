@@ -9,7 +9,6 @@ are read from a config and say what it keeps of the tokens before. From these
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,17 +108,15 @@ def shift_weight(source: Source, values: Tensor, number: int, hidden: int, path:
     return torch.stack([values, 1 - values], dim=2).contiguous().to(source.ops.device)
 
 
-def decay_rates(source: Source, path: str, *shape: int) -> Tensor:
+def decay_rates(
+    source: Source, path: str, *shape: int, stored: tuple[int, ...] | None = None
+) -> Tensor:
     """The rate at which each head, or each number of a channel's state, forgets, below 0: float32
-    ``shape``. Folders hold its logarithm; llama.cpp's converter has computed it."""
+    ``shape``. Folders hold its logarithm, as ``stored`` (default: ``shape``); llama.cpp's converter
+    has computed it."""
     if source.has(f"{path}.A"):
         return source.vector(f"{path}.A", *shape)
-    logarithm = source.plain(f"{path}.A_log")
-    if logarithm.numel() != math.prod(shape):  # Kimi's are [1, 1, heads, 1]
-        raise CheckpointError(
-            f"{path}.A_log: expected shape {list(shape)}, found {list(logarithm.shape)}"
-        )
-    logarithm = logarithm.reshape(shape)
+    logarithm = source.vector(f"{path}.A_log", *(stored or shape)).reshape(shape)
     import numpy as np
 
     from sdk.kernels.lazy_torch import torch

@@ -203,6 +203,13 @@ _KINDS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**_LATENT, **_INDEXER},
     "glm4_moe_lite": {**_LATENT, **_DENSE_FIRST},
     **dict.fromkeys(("mistral4", "youtu", "minicpm3"), _LATENT),
+    "kimi_linear": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "layer_types": ["linear_attention", _FULL],
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+    },
     "gemma4_text": {
         **_WINDOWED,
         "global_head_dim": 128,

@@ -62,6 +62,8 @@ CAUSAL = [
     name
     for name in OURS
     if OURS[name].config.causal
+    and name
+    != "kimi_linear"  # its class has other names than files: tests/models/test_kimi_linear.py
     and transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 ]
 #: Members of a config object that its code reads and that no file sets.
@@ -300,9 +302,10 @@ def test_no_key_has_two_places() -> None:
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("model_type", CAUSAL)
+@pytest.mark.parametrize("model_type", [one for one in CAUSAL if one != "kimi_linear"])
 def test_a_changed_key_changes_what_it_changes_in_transformers(model_type: str, load: Load) -> None:
-    """Or it is refused by name. The base has a window, experts, ... where the model knows them."""
+    """Or it is refused by name. The base has a window, experts, ... where the model knows them.
+    The class of Kimi Linear names tensors otherwise than its files."""
     ids = prompt(24, 5)
     base = BASES.get(model_type, {})
     plain = expected_logits(tiny(model_type, **base), ids)

@@ -16,7 +16,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 CHAT = [{"role": "user", "content": "the cat sat"}]
 ONLINE = ("float16", "f16", "q8_0", "q4_0", "q4_k_m", "int8", "int4", "fp8", "mxfp4", "nvfp4")
 #: A factor of its queries would have to be in the weights.
-NO_GGUF = "muse_glimmer_text"
+NO_GGUF = ("muse_glimmer_text", "kimi_linear")
 CALIBRATED = ("gptq", "gptq-w3g64", "awq", "w8a8", "gptq-q4_0")
 
 
@@ -83,7 +83,7 @@ def test_every_architecture_is_written_as_a_folder(name: str, tmp_path: Path) ->
     [
         own.model_type
         for own in tiny_architectures()
-        if own.gguf is not None and not own.tensors.names and own.model_type != NO_GGUF
+        if own.gguf is not None and not own.tensors.names and own.model_type not in NO_GGUF
     ],
 )
 def test_every_architecture_is_written_as_a_gguf_file(name: str, tmp_path: Path) -> None:

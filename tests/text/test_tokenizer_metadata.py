@@ -146,7 +146,7 @@ def test_a_template_over_64_kib_is_refused(make_metadata: Any, key: str) -> None
     assert tokenizer.chat_template is not None
 
 
-@pytest.mark.parametrize("model", ["plamo2", "none", "made up"])
+@pytest.mark.parametrize("model", ["plamo3", "none", "made up"])
 def test_other_tokenizer_models_are_named_as_unsupported(make_metadata: Any, model: str) -> None:
     with pytest.raises(UnsupportedError, match=f"bad.gguf.*{model}.*skip_tokenizer_init"):
         tokenizer_from_gguf(make_metadata["gpt2"](**{T + "model": model}), "bad.gguf")
