@@ -274,6 +274,7 @@ class LayerRules(NamedTuple):
     ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
     scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
     of a token's only expert multiplies what that reads, in place of what it computes.
+    ``value_residual``: all layers read the values of the first one, ``Step.first_values``.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
@@ -310,6 +311,7 @@ class LayerRules(NamedTuple):
     sub_norms: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False
+    value_residual: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:

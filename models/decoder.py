@@ -478,7 +478,8 @@ class Decoder:
         residual: Tensor | None = None
         angles = [self._angles(rope, batch) for rope in self.ropes]
         own = None if self.inputs is None else self.inputs(inputs, delta)
-        step = Step(batch, angles, self.biases, own, [])
+        firsts = self._received_values(len(inputs))
+        step = Step(batch, angles, self.biases, own, firsts)
         self.streams = []
         if self.several is not None:
             assert self.norm is not None and not self.streamed
@@ -499,11 +500,22 @@ class Decoder:
         if self._mesh.downstream is not None:
             stream = delta if residual is None else self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
+            for values in firsts:
+                wide = values.view(len(values), -1).to(torch.float32)  # the only kind that is sent
+                self.ops.send(wide, self._mesh.downstream)
             return stream
         if self.norm is None:
             return delta
         hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
         return hidden
+
+    def _received_values(self, rows: int) -> list[Tensor]:
+        """See ``Step.first_values``: those of the stage before, which come after its stream."""
+        link = self._mesh.upstream
+        if link is None or not self._rules.value_residual:
+            return []
+        width = self.config.hidden_size // self._mesh.size
+        return [self.ops.receive(rows, width, link).to(self.ops.activations)]
 
     def _enter(self, inputs: Tensor, batch: AttentionBatch) -> Tensor:
         """The input of the first layer here: embeddings, or the stream of the stage before."""
