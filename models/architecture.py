@@ -373,14 +373,16 @@ class EmbeddingRules(NamedTuple):
 
     ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
     which are added; ``None``: there is none. "after padding": the row after the padding token's,
-    and ``max_position_embeddings`` counts the rows before it too.
+    and ``max_position_embeddings`` counts the rows before it too. ``sines``: they are computed, see
+    :func:`sdk.models.sines.position_table`; a file need not have them.
     ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
     ``tasks``: row 0 of ``model.embed_tasks`` is added to all, if a config says ``use_task_id``.
     ``projected``: these tables may have another width than the layers, ``embedding_size``; then
     ``model.embed_project`` comes after the norm. "tokens": that of tokens alone, and the head, has
-    it; then it comes before positions are added, and ``model.project_out`` before the head.
+    it; then it comes before positions are added, and ``model.project_out`` after the last
+    norm.
     """
 
     positions: int | Literal["after padding"] | None = None
@@ -389,6 +391,7 @@ class EmbeddingRules(NamedTuple):
     tasks: bool = False
     unweighted_norm: bool = False
     projected: bool | Literal["tokens"] = False
+    sines: bool = False
 
 
 class HeadRules(NamedTuple):

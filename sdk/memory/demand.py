@@ -236,7 +236,7 @@ def lockstep_floats(model: ModelConfig) -> int:
 
 
 def _link_bytes(demand: MemoryDemand, tokens: int) -> int:
-    """The memory between the stages. A link has a slot for each tensor of as many steps as there are
+    """The memory between the stages. A link has slots for the tensors of as many steps as there are
     stages, rounded up to a power of two."""
     sent = demand.stages * sent_per_step(demand.model.model_type)
     slots = 1 << (sent - 1).bit_length()
