@@ -103,7 +103,8 @@ def test_a_link_has_slots_for_all_tensors_of_the_steps_in_flight(
 def test_the_ranks_of_a_replica_count_those_of_the_others() -> None:
     config = EngineConfig(model="", tensor_parallel_size=2)
     runner = RunnerConfig(*("", 17, 16, "float16", 128, 8, 128, 1), engines_here=4)
-    facts: Any = SimpleNamespace(config=config, runner_config=runner)
+    model = SimpleNamespace(model_type="llama")
+    facts: Any = SimpleNamespace(config=config, runner_config=runner, model_config=model)
     executor = _executor(facts, lambda given, mesh: None)
     assert isinstance(executor, ProcessExecutor) and executor._grid.processes == 8
     executor.close()
