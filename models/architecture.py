@@ -274,6 +274,7 @@ class LayerRules(NamedTuple):
     ``unrotated_plain``: layers that do not rotate have no norms of heads, and they alone have the
     scale of queries by their positions (``ConfigRules.query_scale``). ``route_inputs``: the score
     of a token's only expert multiplies what that reads, in place of what it computes.
+    ``value_residual``: all layers read the values of the first one, ``Step.first_values``.
     ``scaled``: what comes out of a layer is multiplied by its number ``layer_scalar``.
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
@@ -310,6 +311,7 @@ class LayerRules(NamedTuple):
     sub_norms: bool = False
     unrotated_plain: bool = False
     route_inputs: bool = False
+    value_residual: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:
@@ -371,14 +373,16 @@ class EmbeddingRules(NamedTuple):
 
     ``positions``: the row of position 0 in a table of learned positions, ``model.embed_positions``,
     which are added; ``None``: there is none. "after padding": the row after the padding token's,
-    and ``max_position_embeddings`` counts the rows before it too.
+    and ``max_position_embeddings`` counts the rows before it too. ``sines``: they are computed, see
+    :func:`sdk.models.sines.position_table`; a file need not have them.
     ``norm``: they have a norm, ``model.embed_norm``; ``unweighted_norm``: an RMSNorm without a
     weight.
     ``types``: the row of a token's type in ``model.embed_types``, of ``type_vocab_size``, is added.
     ``tasks``: row 0 of ``model.embed_tasks`` is added to all, if a config says ``use_task_id``.
     ``projected``: these tables may have another width than the layers, ``embedding_size``; then
     ``model.embed_project`` comes after the norm. "tokens": that of tokens alone, and the head, has
-    it; then it comes before positions are added, and ``model.project_out`` before the head.
+    it; then it comes before positions are added, and ``model.project_out`` after the last
+    norm.
     """
 
     positions: int | Literal["after padding"] | None = None
@@ -387,6 +391,7 @@ class EmbeddingRules(NamedTuple):
     tasks: bool = False
     unweighted_norm: bool = False
     projected: bool | Literal["tokens"] = False
+    sines: bool = False
 
 
 class HeadRules(NamedTuple):

@@ -173,6 +173,7 @@ MODEL_TYPES: dict[str, tuple[str, ...]] = {
     "step3p5": ("step3p5",),
     "step3p7": ("step3p5",),
     "vaultgemma": ("vaultgemma",),
+    "xglm": ("xglm",),
     "xlm-roberta": ("roberta",),
     "xlm-roberta-xl": ("xlm_roberta_xl",),
     "xlm_roberta_flash": ("xlm_roberta_flash",),

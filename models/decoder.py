@@ -50,7 +50,7 @@ class CausalLM(Protocol):
     config: ModelConfig
 
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[Any]) -> Tensor:
-        """Run one step; hidden states float32 ``[T, hidden]`` after the final norm.
+        """Run one step; hidden states float32 ``[T, config.output_size]`` after the final norm.
 
         A stage that is not the last one returns its residual stream, which it has sent on.
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
@@ -62,7 +62,7 @@ class CausalLM(Protocol):
         """Token ids int64 ``[T]`` -> embeddings float32 ``[T, hidden]`` with the model's scale."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
+        """``[R, output_size]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """All projections with their paths."""
@@ -314,7 +314,11 @@ def positions_and_norm(source: Source) -> tuple[Weight | None, Norm | None]:
     """The table of learned positions, whose rows are added to embeddings, and the norm of the sum;
     ``None`` for what a model does not have."""
     c, positions, norm = source.config, None, None
-    if c.first_position is not None:
+    if c.first_position is not None and embedding_rules(c).sines:
+        from sdk.models.sines import sines_of
+
+        positions = sines_of(source, c.first_position)
+    elif c.first_position is not None:
         positions = source.table("model.embed_positions", c.max_position, c.first_position)
     if embedding_rules(c).norm:
         norm = source.norm("model.embed_norm", c.embedding_width)
@@ -410,6 +414,10 @@ class Decoder:
         if mesh.is_last and not c.post_norm:
             self.norm = source.norm("model.norm")
         self.ropes = [source.rope(spec) for spec in c.ropes]
+        if source.has("model.embed_rotations.weight"):
+            from sdk.models.sines import check_rotations
+
+            check_rotations(source, self.ropes[0], c.max_position)
         self.axes = self._axes()
         #: What the embeddings of tokens of images are replaced by: the rows of the image cache,
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
@@ -425,7 +433,7 @@ class Decoder:
         self.streams: list[Tensor] = []
 
     def _pull_projections(self, source: Source) -> None:
-        """From the width of embeddings to that of layers, and back before the head."""
+        """From the width of embeddings to that of layers, and back after the last one."""
         c, mesh = self.config, source.mesh
         #: Whether embeddings of tokens alone are projected.
         self._tokens_projected = embedding_rules(c).projected == "tokens"
@@ -478,7 +486,8 @@ class Decoder:
         residual: Tensor | None = None
         angles = [self._angles(rope, batch) for rope in self.ropes]
         own = None if self.inputs is None else self.inputs(inputs, delta)
-        step = Step(batch, angles, self.biases, own, [])
+        firsts = self._received_values(len(inputs))
+        step = Step(batch, angles, self.biases, own, firsts)
         self.streams = []
         if self.several is not None:
             assert self.norm is not None and not self.streamed
@@ -491,7 +500,7 @@ class Decoder:
                 self.streams.append(stream if residual is None else self.ops.add(stream, residual))
             with self.ops.layers.run(i):
                 assert isinstance(layer, Layer)
-                to = out if i == self.numbers[-1] else None
+                to = out if i == self.numbers[-1] and self.projection_out is None else None
                 delta, residual = layer(delta, residual, step, [kv[one] for one in places], to)
             if i + 1 < self._features and batch.image_rows is not None:
                 assert residual is not None
@@ -499,11 +508,31 @@ class Decoder:
         if self._mesh.downstream is not None:
             stream = delta if residual is None else self.ops.add(residual, delta)
             self.ops.send(stream, self._mesh.downstream)
+            for values in firsts:
+                wide = values.view(len(values), -1).to(torch.float32)  # the only kind that is sent
+                self.ops.send(wide, self._mesh.downstream)
             return stream
-        if self.norm is None:
+        return self._leave(delta, residual, out)
+
+    def _leave(self, delta: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+        """Hidden states of the last layer, as transformers has them: after the final norm and the
+        projection to the width of embeddings."""
+        last = out if self.projection_out is None else None
+        if self.norm is not None:
+            delta, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=last)
+        if self.projection_out is None:
             return delta
-        hidden, _ = self.ops.add_norm(delta, residual, self.norm, wide=True, out=out)
-        return hidden
+        if out is None:
+            out = self.ops.empty(len(delta), self.config.output_size)
+        return self.projection_out(delta, out)
+
+    def _received_values(self, rows: int) -> list[Tensor]:
+        """See ``Step.first_values``: those of the stage before, which come after its stream."""
+        link = self._mesh.upstream
+        if link is None or not self._rules.value_residual:
+            return []
+        width = self.config.hidden_size // self._mesh.size
+        return [self.ops.receive(rows, width, link).to(self.ops.activations)]
 
     def _enter(self, inputs: Tensor, batch: AttentionBatch) -> Tensor:
         """The input of the first layer here: embeddings, or the stream of the stage before."""
@@ -555,6 +584,4 @@ class Decoder:
         """See :class:`CausalLM`. ``out``: where to write them, if no other rank has a part of the
         vocabulary."""
         assert self.head is not None
-        if self.projection_out is not None:
-            hidden = self.projection_out(hidden)
         return self.head(hidden, out)

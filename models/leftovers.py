@@ -32,7 +32,7 @@ _HARMLESS = (
         "computed from the config",
         re.compile(
             r"(^|\.)(rotary_emb\.\w+|inv_freq|position_ids|masked_bias|attn_rot_embd\.weight"
-            r"|attn\.bias|attention\.bias|relative_pe\.slopes|encoder\.embed_positions\.weight)$"
+            r"|attn\.bias|attention\.bias|relative_pe\.slopes)$"
         ),
     ),
     ("of a first layer, which has no values before", re.compile(r"^blk\.0\.time_mix_v[012]\.")),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.groups import CollectiveGroup, Link
+from sdk.models.architecture import architecture
 from sdk.quant.errors import AlignmentError
 
 
@@ -137,6 +138,13 @@ class Mesh:
 
     def _run(self, count: int) -> tuple[int, int]:
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
+
+
+def sent_per_step(model_type: str) -> int:
+    """How many tensors ``[tokens, hidden]``, or a rank's part of one, a stage sends on: its
+    residual stream and, if all layers read them, the values of the first layer."""
+    own = architecture(model_type)
+    return 2 if own is not None and own.layer.value_residual else 1
 
 
 def split_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> tuple[range, ...]:

@@ -131,6 +131,14 @@ class Source:
         self.vectors[path] = found
         return found
 
+    def name_of(self, path: str) -> str:
+        """What the checkpoint calls a tensor, for messages."""
+        return self._name(path)
+
+    def stored(self, path: str) -> Tensor:
+        """A tensor as the checkpoint has it, on the host, which the model does not keep."""
+        return self.checkpoint.tensor(self._name(path))
+
     def plain(self, path: str) -> Tensor:
         """A plain tensor of any shape, float32, on the host."""
         found = self._shared.vectors.get(path)

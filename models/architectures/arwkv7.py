@@ -45,7 +45,7 @@ def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
 
 ARCHITECTURE = Architecture(
     "arwkv7",
-    layer=LayerRules(),
+    layer=LayerRules(value_residual=True),
     config=ConfigRules(
         keys=(
             *("head_dim", "layer_types", "head_norm_eps", "wkv_has_gate"),

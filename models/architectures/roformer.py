@@ -11,6 +11,7 @@ from sdk.models.architectures import bert, roberta
 _NAMES = {
     **bert.tensor_names("roformer"),
     "model.embed_project": "roformer.embeddings_project",
+    "model.embed_rotations": "roformer.encoder.embed_positions",
 }
 del _NAMES["model.embed_positions"]
 

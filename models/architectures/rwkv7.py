@@ -130,7 +130,7 @@ CONFIG = ConfigRules(
 )
 ARCHITECTURE = Architecture(
     "rwkv7",
-    layer=LayerRules(norm=LAYER_NORM, gated=False, shifted_mlp=True),
+    layer=LayerRules(norm=LAYER_NORM, gated=False, shifted_mlp=True, value_residual=True),
     config=CONFIG,
     tensors=TensorRules(
         names={

@@ -290,6 +290,14 @@ class ModelConfig:
         """Features of an embedding."""
         return self.embedding_size or self.hidden_size
 
+    @property
+    def output_size(self) -> int:
+        """Features of the hidden states that leave the model, after a projection behind the layers
+        too."""
+        own = architecture(self.model_type)
+        projected = own is not None and own.embedding.projected == "tokens"
+        return self.embedding_width if projected else self.hidden_size
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face config of transformers 4 or 5, or the one made from a GGUF file.
@@ -496,10 +504,14 @@ def _positions(
 ) -> tuple[int | None, int]:
     """The row of position 0, and the longest context, without rows that come before it."""
     rows = fields.count("max_position_embeddings", MAX_POSITION)
+    padding = fields.values.get("pad_token_id")
+    first = rules.positions if rules.sines else None
+    if isinstance(first, int) and type(padding) is int and padding >= first:
+        # transformers makes the row of this number 0, and here it is that of a position
+        fields.fail("pad_token_id", f"at most {first - 1}", padding)
     if rules.positions != "after padding":
         most = rows if latent is None or latent.chosen is None else min(rows, latent.chosen)
         return rules.positions, most
-    padding = fields.values.get("pad_token_id")
     if type(padding) is not int or not 0 <= padding < rows - 1:
         fields.fail("pad_token_id", f"an integer in 0..{rows - 2}", padding)
     return padding + 1, rows - padding - 1

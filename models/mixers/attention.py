@@ -31,7 +31,8 @@ class Step(NamedTuple):
     """What all layers of a step share; ``angles``: cos and sin of each rotary embedding of
     ``ModelConfig.ropes``; ``biases``: see :meth:`sdk.kernels.operators.ops.Ops.attention`;
     ``inputs``: the embeddings of each layer, float32 ``[T, layers * features]``; ``first_values``:
-    where the first layer of an RWKV-7 leaves its values for the others."""
+    where the first layer of an RWKV-7 leaves its values for the others, those of this rank's
+    heads, ``[T, heads * dim]`` or ``[T, heads, dim]``."""
 
     batch: AttentionBatch
     angles: Sequence[tuple[Tensor, Tensor]]

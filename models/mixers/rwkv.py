@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from sdk.models.mixers.mixer import range_of, share_of, shift_weight
 from sdk.quant.caches import StateCache, StatePart
-from sdk.quant.errors import AlignmentError, CheckpointError
+from sdk.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,11 +77,6 @@ class TimeMix:
     """The mixer of one layer: see the module."""
 
     def __init__(self, source: Source, path: str, spec: RwkvSpec, *, reduce: bool) -> None:
-        if source.mesh.stages > 1:
-            raise AlignmentError(
-                f"pipeline_parallel_size: expected 1, found {source.mesh.stages}: layers of RWKV-7 "
-                "read the values of the first one"
-            )
         self.ops, self.spec = source.ops, spec
         self.first = int(path.split(".")[2]) == 0
         hidden, dim = spec.hidden, spec.dim
@@ -172,7 +167,7 @@ class TimeMix:
             step.first_values.append(v)
         else:
             mix = states.rates(self.wide["v"](self.narrow["v"](inputs["v"])), "sigmoid")
-            first = step.first_values[0], mix.view(shape)
+            first = step.first_values[0].view(shape), mix.view(shape)
         gate = self._gate(inputs)
         del inputs, mixed
         given = (r, k, v, decay.view(shape), rate.view(shape), self.keys, cache["wkv"], step.batch)

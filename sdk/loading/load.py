@@ -234,17 +234,17 @@ def read_facts(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan)
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids),
         defaults=sampling_defaults(config, checkpoint),
-        classifier=with_layers(checkpoint, classifier_of(values), values, model.hidden_size),
+        classifier=with_layers(checkpoint, classifier_of(values), values, model.output_size),
         kv_scales=len(checkpoint.kv_scales),
         results=_results(memory, model),
         headers=LoadedCheckpoint(checkpoint),
-        embedding_head=embedding_head(checkpoint, model.hidden_size),
+        embedding_head=embedding_head(checkpoint, model.output_size),
         unread_keys=unread_keys(checkpoint, values),
     )
 
 
 def _results(memory: MemoryPlan, model: ModelConfig) -> ResultBudget:
-    return ResultBudget.for_plan(memory.total, model.vocab_size, model.hidden_size)
+    return ResultBudget.for_plan(memory.total, model.vocab_size, model.output_size)
 
 
 def start(

@@ -16,6 +16,7 @@ from sdk.memory.expert_memory import (
     why_all_stay,
 )
 from sdk.memory.mixers import mixer_width
+from sdk.models.parallel import sent_per_step
 from sdk.quant.caches import pages_in_window
 from sdk.sampling.extra_rows import SCORED_BYTES, scored_rows, waiting_rows
 
@@ -235,9 +236,10 @@ def lockstep_floats(model: ModelConfig) -> int:
 
 
 def _link_bytes(demand: MemoryDemand, tokens: int) -> int:
-    """The memory between the stages. A link has as many slots as there are stages, rounded up to a
-    power of two."""
-    slots = 1 << (demand.stages - 1).bit_length()
+    """The memory between the stages. A link has slots for the tensors of as many steps as there are
+    stages, rounded up to a power of two."""
+    sent = demand.stages * sent_per_step(demand.model.model_type)
+    slots = 1 << (sent - 1).bit_length()
     links = (demand.stages - 1) * demand.ranks
     return links * slots * 4 * tokens * demand.model.hidden_size
 

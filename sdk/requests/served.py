@@ -109,7 +109,7 @@ def frontend_of(facts: ModelFacts, adapters: Adapters) -> Frontend:
     def pooling() -> PoolingRequests:
         from sdk.requests.pooling.calls import PoolingRequests
 
-        head, hidden = facts.embedding_head, model.hidden_size
+        head, hidden = facts.embedding_head, model.output_size
         return PoolingRequests(jobs, reader, facts.classifier, head, Advice(), hidden)
 
     return Frontend(

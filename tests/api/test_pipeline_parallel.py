@@ -24,6 +24,7 @@ from sdk.memory.split import stage_layers
 from sdk.memory.weights import costs
 from sdk.testing import tiny_adapter, tiny_model
 from tests.api.engines import LIMIT
+from tests.models.test_rwkv import folder as rwkv
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1, 4], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5] * 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
@@ -95,6 +96,15 @@ def test_every_architecture_gives_the_bits_of_one_process(golden: Path, name: st
     expected = answers(path, **options)
     for count in stages:
         assert answers(path, pipeline_parallel_size=count, **options) == expected
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_values_of_the_first_layer_reach_all_stages(tmp_path: Path, eager: bool) -> None:
+    """RWKV-7 in three stages of a layer each."""
+    path, options = rwkv(tmp_path), {"skip_tokenizer_init": True, "enforce_eager": eager}
+    prompts = [[token % 96 for token in ids] for ids in PROMPTS]
+    found = answers(path, prompts, pipeline_parallel_size=3, **options)
+    assert found == answers(path, prompts, **options)
 
 
 @pytest.mark.slow

@@ -401,3 +401,47 @@ def test_classes_that_are_no_tokens_are_rejected(folder: Path) -> None:
         pytest.raises(RequestError, match="classifier_from_token: expected tokens of the voc"),
     ):
         llm.classify("a")
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_states_and_classes_come_after_a_projection_behind_the_layers(
+    tmp_path: Path, post_norm: bool
+) -> None:
+    """OPT-350m has one, from 48 features to 16 here: vectors and heads have that width."""
+    torch.manual_seed(5)
+    config = transformers.OPTConfig(
+        vocab_size=384,
+        hidden_size=48,
+        word_embed_proj_dim=16,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        max_position_embeddings=256,
+        do_layer_norm_before=not post_norm,
+        num_labels=3,
+        init_std=0.3,
+        pad_token_id=1,
+    )
+    model = transformers.OPTForSequenceClassification(config).eval()
+    prompts = [{"prompt_token_ids": [token % 380 + 4 for token in range(3, n)]} for n in (9, 40)]
+    given = [torch.tensor([prompt["prompt_token_ids"]]) for prompt in prompts]
+    with torch.inference_mode():
+        rows = [model.model(one).last_hidden_state[0] for one in given]
+        classes = [model(one).logits[0].softmax(-1) for one in given]
+    assert rows[0].shape[1] == 16
+    model.save_pretrained(tmp_path / "classes")
+    with LLM(tmp_path / "classes", skip_tokenizer_init=True, **EXACT) as llm:
+        for one, own in zip(llm.classify(prompts), classes, strict=True):
+            torch.testing.assert_close(torch.tensor(one.probs), own, rtol=0, atol=1e-4)
+    plain = transformers.OPTForCausalLM(config)
+    plain.model.load_state_dict(model.model.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    for eager in (False, True):
+        options = {"skip_tokenizer_init": True, "enforce_eager": eager, **EXACT}
+        with LLM(tmp_path / "plain", **options) as llm:
+            for mode in ("token", "mean"):
+                found = llm.encode(prompts, pooling=mode, normalize=False)
+                for one, own in zip(found, rows, strict=True):
+                    wanted = expected(own, mode)
+                    torch.testing.assert_close(one.outputs.data, wanted, rtol=0, atol=2e-4)
+            assert [len(one.embedding) for one in llm.embed(prompts)] == [16, 16]

@@ -85,7 +85,7 @@ def test_the_sweep_found_nothing_wrong(
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ("model_type 'xglm': in transformers 5.24.0 its attention is code of its own, which cannot"
+        ("model_type 'xlm': in transformers 5.24.0 its attention is code of its own, which cannot"
          " use a paged KV cache; run it with transformers",
          "its attention is code of its own, which cannot use a paged KV cache"),
         ("model_type 'a', layer 0: expected key heads x head_dim (2, 16), found (4, 16): this kind",

@@ -109,6 +109,7 @@ RELEASED: MappingProxyType[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "gpt_bigcode": ({}, {"multi_query": False}),
         "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": 9},),
         "gpt_neox": ({}, {"use_parallel_residual": False}),
+        "xglm": ({"ffn_dim": 96}, {"ffn_dim": 96, "scale_embedding": False}),
         "granitemoe": ({"embedding_multiplier": 3.0, "residual_multiplier": 0.5},),
         "granitemoeshared": ({"shared_intermediate_size": 32},),
         "granitemoe_swa": ({"shared_intermediate_size": 32, "layer_types": _THREE_TO_ONE},),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sdk.loaders.open import open_checkpoint
 from sdk.models.configs.config import ModelConfig
@@ -232,6 +233,55 @@ def test_what_is_not_computed_is_refused_by_name(
     config = {**tiny_encoder(*ENCODERS[name][:1], **ENCODERS[name][1]).config.to_dict(), **changes}
     with pytest.raises(CheckpointError, match=words):
         ModelConfig.from_dict(config)
+
+
+def _roformer(path: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """A model and a checkpoint whose table of rotations is changed; ``None``: left out."""
+    oracle = oracle_of("roformer")
+    oracle.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    [name] = [name for name in tensors if name.endswith("encoder.embed_positions.weight")]
+    table = change(tensors.pop(name))
+    if table is not None:
+        tensors[name] = table.contiguous()
+    save_file(tensors, path / "model.safetensors")
+    return oracle, open_checkpoint(path)
+
+
+def _a_little(table: torch.Tensor) -> torch.Tensor:
+    table[7, 3] += 0.01
+    return table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda table: table, lambda table: None, torch.Tensor.half, torch.Tensor.bfloat16],
+    ids=["as-saved", "without", "float16", "bfloat16"],
+)
+def test_a_table_of_the_angles_of_roformer_is_what_is_computed(
+    change: Any, tmp_path: Path, load: Load
+) -> None:
+    oracle, checkpoint = _roformer(tmp_path, change)
+    ids = prompt(30, 1)
+    found = Paged(load(checkpoint)).run("a", ids)
+    assert (found - expected_states(oracle, ids)).abs().max() <= 1e-4
+    assert not [name for name in checkpoint.unused() if "embed_positions" in name]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_a_little, "expected the sines and cosines .* in row 7, column 3"),
+        (torch.zeros_like, "found 0 in row 0"),
+        (lambda table: table * torch.nan, "found nan in row 0, column 0"),
+        (lambda table: table[:-1], r"expected shape \[256, 16\], found \[255, 16\]"),
+    ],
+)
+def test_another_table_of_angles_is_refused(
+    change: Any, words: str, tmp_path: Path, load: Load
+) -> None:
+    with pytest.raises(CheckpointError, match=f"model.embed_rotations.weight: .*{words}"):
+        load(_roformer(tmp_path, change)[1])
 
 
 def test_a_published_config_of_nomic_has_gpt_2_s_names_for_sizes() -> None:

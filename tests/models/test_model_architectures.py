@@ -431,6 +431,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "window_size": 9,
         "attention_types": [[["global", "local"], 2], [["local"], 1]],
     },
+    "xglm": {"ffn_dim": 96},
+    "xglm-unscaled": {"ffn_dim": 96, "scale_embedding": False, "tie_word_embeddings": False},
     "openai_gpt": {"afn": "gelu"},
     "openai_gpt-silu": {"afn": "silu"},
     "codegen": {"rotary_dim": 8},

@@ -369,3 +369,34 @@ def test_an_adapter_of_peft_has_the_names_and_rows_of_its_model(name: str, tmp_p
         [output] = llm.generate([given], parameters, lora_request=request)
         found = output.outputs[0].logprobs[0]
     assert max(abs(found[i].logprob - float(wanted[i])) for i in range(96)) < 1e-3
+
+
+def _xglm(path: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A model and its checkpoint, which holds the changed table of sines, too."""
+    oracle = tiny("xglm", ffn_dim=96)
+    oracle.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_positions.weights"] = change(oracle.model.embed_positions.weights.clone())
+    save_file(tensors, path / "model.safetensors")
+    return oracle, open_checkpoint(path)
+
+
+@pytest.mark.parametrize("change", [torch.clone, torch.Tensor.half], ids=["float32", "float16"])
+def test_a_file_of_xglm_may_hold_its_sines(change: Any, tmp_path: Path, load: Load) -> None:
+    oracle, checkpoint = _xglm(tmp_path, change)
+    ids = prompt(40, 1)
+    found = Paged(load(checkpoint)).run("a", ids)
+    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+
+
+def test_other_sines_and_a_padding_among_them_are_refused(tmp_path: Path, load: Load) -> None:
+    def changed(table: torch.Tensor) -> torch.Tensor:
+        table[9, 5] = 2.0
+        return table
+
+    with pytest.raises(CheckpointError, match=r"embed_positions.*found 2 in row 9, column 5"):
+        load(_xglm(tmp_path, changed)[1])
+    config = {**tiny("xglm", ffn_dim=96).config.to_dict(), "pad_token_id": 2}
+    with pytest.raises(CheckpointError, match="pad_token_id: expected at most 1, found 2"):
+        ModelConfig.from_dict(config)

@@ -25,6 +25,7 @@ from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import F32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
+from tests.models.test_stages import stages_of
 from tests.same_answers import OPTIONS, PROMPTS, answers, check_answers
 
 Load = Callable[..., Any]
@@ -355,6 +356,30 @@ def test_two_ranks_have_the_logits_of_one(kind: str, tmp_path: Path, load: Load)
         assert (found - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_hand_on_the_values_of_the_first_layer(
+    kind: str, ranks: int, tmp_path: Path, load: Load
+) -> None:
+    """The last of three stages gets them through the one before it, and the bits are those of one
+    stage."""
+    path, ids = KINDS[kind][0](tmp_path), prompt(30, 1)
+
+    def work(own: Mesh) -> tuple[Tensor, Tensor]:
+        expected = Paged(load(open_checkpoint(path), mesh=own), ranks=ranks).run("a", ids, [11])
+        runs = [range(1), range(1, 2), range(2, _LAYERS)]
+        stages = stages_of(load, lambda: open_checkpoint(path), runs, own)
+        found = []
+        for part in (ids[:11], ids[11:]):
+            for stage in stages:
+                logits = stage.step({"a": part})["a"]
+            found.append(logits)
+        return torch.cat(found), expected
+
+    for found, expected in Ranks(ranks).run(work) if ranks > 1 else [work(Mesh())]:
+        assert torch.equal(found, expected)
+
+
 def test_what_is_impossible_or_not_computed_is_refused_by_name(tmp_path: Path, load: Load) -> None:
     for changes, kind, message in (
         ({"norm_first": False}, UnsupportedError, "norm_first: expected True, found False"),
@@ -366,9 +391,6 @@ def test_what_is_impossible_or_not_computed_is_refused_by_name(tmp_path: Path, l
             read_config(open_checkpoint(folder(tmp_path / "m", **changes)).config)
     with pytest.raises(AlignmentError, match="cannot split 4 heads of RWKV-7 over 3 ranks"):
         read_config(open_checkpoint(folder(tmp_path / "m")).config).rank_caches(3)
-    mesh = Mesh(stage=0, stages=2, downstream=object())
-    with pytest.raises(AlignmentError, match="layers of RWKV-7 read the values of the first one"):
-        load(open_checkpoint(folder(tmp_path / "m")), mesh=mesh, layers=range(2))
 
 
 @pytest.mark.parametrize(

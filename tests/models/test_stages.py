@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,18 +47,28 @@ class Body:
         return self.model(*args)
 
 
-def stages_of(load: Callable[..., Any], checkpoint: DictCheckpoint, runs: list[range]) -> list[Any]:
+def stages_of(
+    load: Callable[..., Any],
+    opened: Callable[[], Any],
+    runs: list[range],
+    own: Mesh = Mesh(),  # noqa: B008
+) -> list[Any]:
+    """Stages with the layers ``runs``, of rank ``own`` among those of each stage."""
     wires = [Wire() for _ in runs[1:]]
     found = []
     for stage, (layers, before, after) in enumerate(
         zip(runs, [None, *wires], [*wires, None], strict=True)
     ):
-        mesh = Mesh(stage=stage, stages=len(runs), upstream=before, downstream=after)
-        copy = DictCheckpoint(checkpoint.config, checkpoint.tensors)
-        paged = Paged(Body(load(copy, mesh=mesh, layers=layers), mesh.is_last))
+        mesh = replace(own, stage=stage, stages=len(runs), upstream=before, downstream=after)
+        body = Body(load(opened(), mesh=mesh, layers=layers), mesh.is_last)
+        paged = Paged(body, ranks=own.size)
         paged.kv = [paged.kv[i] for i in caches_of_layers(paged.model.config, layers)]
         found.append(paged)
     return found
+
+
+def copy_of(checkpoint: DictCheckpoint) -> DictCheckpoint:
+    return DictCheckpoint(checkpoint.config, checkpoint.tensors)
 
 
 ONE_RANK = {case: (name, options) for case, (name, _, options) in CUT.items()}
@@ -74,7 +85,7 @@ def test_stages_one_after_the_other_give_the_bits_of_the_whole(
     runs = [*runs[:-1], range(runs[-1].start, load(checkpoint).config.num_layers)]
     ids = prompt(37, 8)
     expected = Paged(load(checkpoint)).run("a", ids, [20])
-    paged = stages_of(load, checkpoint, runs)
+    paged = stages_of(load, lambda: copy_of(checkpoint), runs)
     found = []
     for part in (ids[:20], ids[20:]):
         for stage in paged:
@@ -86,7 +97,8 @@ def test_stages_one_after_the_other_give_the_bits_of_the_whole(
 def test_a_stage_has_only_its_own_weights(load: Callable[..., Any]) -> None:
     checkpoint = checkpoint_of(tiny("llama"))
     whole = load(checkpoint)
-    parts = [paged.model.model for paged in stages_of(load, checkpoint, [range(1), range(1, 3)])]
+    stages = stages_of(load, lambda: copy_of(checkpoint), [range(1), range(1, 3)])
+    parts = [paged.model.model for paged in stages]
 
     def paths(model: Any) -> list[str]:
         return [path for path, _ in model.linears()]

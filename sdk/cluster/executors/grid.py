@@ -25,6 +25,8 @@ class Grid:
     engines: int = 1
     #: The GPUs of the ranks; ``None``: they are on CPUs.
     cards: Cards | None = None
+    #: How many tensors a stage sends on in each step.
+    sent_per_step: int = 1
 
     @property
     def size(self) -> int:
@@ -83,7 +85,7 @@ class Grid:
         return SharedLink(
             folder,
             sends=sends,
-            slots=self.stages,  # as many as there are batches in flight
+            slots=self.stages * self.sent_per_step,  # there are as many steps in flight as stages
             processes=self.processes,
             connect_s=connect_s,
             limit_s=limit_s,

@@ -88,6 +88,7 @@ class ProcessExecutor(Generic[RunnerT]):
     :param config: its first argument, in every rank; pickled.
     :param size: the number of ranks of each stage.
     :param stages: the number of stages; as many steps may be in flight.
+    :param sent_per_step: how many tensors a stage sends on in each step.
     :param engines: how many executors like this one compute on this machine.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
@@ -107,6 +108,7 @@ class ProcessExecutor(Generic[RunnerT]):
         size: int,
         *,
         stages: int = 1,
+        sent_per_step: int = 1,
         engines: int = 1,
         num_threads: int = 1,
         own_factory: RankFactory[RunnerT] | None = None,
@@ -118,7 +120,7 @@ class ProcessExecutor(Generic[RunnerT]):
     ) -> None:
         self._factory, self._own_factory = factory, own_factory or factory
         self._config = config
-        self._grid = Grid(size, stages, engines, cards)
+        self._grid = Grid(size, stages, engines, cards, sent_per_step)
         self._mesh = Mesh()
         self.warning = warning
         self.stage_times = StageTimes(stages)

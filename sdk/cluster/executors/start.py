@@ -15,6 +15,7 @@ from sdk.executors.local import RankFactory
 from sdk.kernels.lazy_torch import import_torch
 from sdk.kernels.packages import missing
 from sdk.loading.load import ModelFacts
+from sdk.models.parallel import sent_per_step
 
 if TYPE_CHECKING:
     from sdk.cluster.executors.process import ProcessExecutor, Workers
@@ -40,6 +41,7 @@ def make_ranks(facts: ModelFacts, own: RankFactory[ModelRunner]) -> ProcessExecu
         runner_config,
         config.tensor_parallel_size,
         stages=config.pipeline_parallel_size,
+        sent_per_step=sent_per_step(facts.model_config.model_type),
         engines=runner_config.engines_here,
         num_threads=runner_config.num_threads,
         own_factory=own,

@@ -185,7 +185,7 @@ class ForwardPasses:
     def new_results(self, rows: int) -> tuple[Tensor, Tensor]:
         """Memory for hidden states and logits, uninitialized."""
         config = self._model.config
-        return self.ops.empty(rows, config.hidden_size), self.ops.empty(rows, config.vocab_size)
+        return self.ops.empty(rows, config.output_size), self.ops.empty(rows, config.vocab_size)
 
     def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
         """Send the shapes of the first ``rows`` output rows to the device.

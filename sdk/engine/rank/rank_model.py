@@ -87,7 +87,7 @@ class RankModel:
 
                     tower = build_tower(checkpoint, mesh, ops, config=values)
             classifier = classifier_of(values)
-            size, score_head = model.config.hidden_size, None
+            size, score_head = model.config.output_size, None
             if has_layers(classifier, values.get("model_type")):
                 with_layers(checkpoint, classifier, values, size)  # they run where results arrive
             else:

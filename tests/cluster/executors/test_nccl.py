@@ -284,7 +284,8 @@ def test_rank_r_has_the_card_with_number_r(tmp_path: Path) -> None:
 def test_the_ranks_of_an_engine_are_on_cards_if_it_is_on_a_gpu(tmp_path: Path, device: str) -> None:
     options = EngineConfig(model="model.gguf", tensor_parallel_size=2)
     config = config_of(tmp_path, device=device)
-    facts: Any = SimpleNamespace(config=options, runner_config=config)
+    model = SimpleNamespace(model_type="llama")
+    facts: Any = SimpleNamespace(config=options, runner_config=config, model_config=model)
     executor = loading._executor(facts, lambda given, mesh: None)
     assert isinstance(executor, ProcessExecutor)
     assert executor._grid.cards == (Cards() if device == "cuda" else None)

@@ -83,10 +83,28 @@ def test_links_and_groups_know_how_many_processes_compute_on_the_machine(
     assert found == [12, 12]
 
 
+def test_a_link_has_slots_for_all_tensors_of_the_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that a stage never waits for the next one to read, whatever it sends in a step."""
+    found: list[int] = []
+
+    def made(*args: Any, slots: int, **options: Any) -> object:
+        found.append(slots)
+        return object()
+
+    monkeypatch.setattr(grids, "SharedLink", made)
+    for sent in (1, 2):
+        grid = Grid(1, 3, sent_per_step=sent)
+        grid.join(0, "memory", str(tmp_path), connect_s=1, limit_s=1)
+    assert found == [3, 6]
+
+
 def test_the_ranks_of_a_replica_count_those_of_the_others() -> None:
     config = EngineConfig(model="", tensor_parallel_size=2)
     runner = RunnerConfig(*("", 17, 16, "float16", 128, 8, 128, 1), engines_here=4)
-    facts: Any = SimpleNamespace(config=config, runner_config=runner)
+    model = SimpleNamespace(model_type="llama")
+    facts: Any = SimpleNamespace(config=config, runner_config=runner, model_config=model)
     executor = _executor(facts, lambda given, mesh: None)
     assert isinstance(executor, ProcessExecutor) and executor._grid.processes == 8
     executor.close()

@@ -195,7 +195,7 @@ class Embed(_Rows):
         return _embedding(embedding, len(output.prompt_token_ids)), None
 
     def _failed(self) -> Row:
-        size = self.llm.model_config.hidden_size
+        size = self.llm.model_config.output_size
         return _embedding(np.full(size, np.nan, dtype=np.float32), 0)
 
 
