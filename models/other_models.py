@@ -165,8 +165,8 @@ _RESAMPLER = Refusal(
     "a model of text and images whose layers are in code beside its weights (MiniCPM-V up to 2.5, "
     "MiniCPM-o)",
     "that code is not run, and MiniCPM-V is described here from version 2.6 on",
-    "Open a GGUF file of its language model for text alone (mmproj=False), or MiniCPM-V 4.5, "
-    "Qwen3-VL or Gemma 3, whose images run (docs/models.md)",
+    "Open a GGUF file of its language model for text alone (limit_mm_per_prompt={'image': 0}), or "
+    "MiniCPM-V 4.5, Qwen3-VL or Gemma 3, whose images run (docs/models.md)",
 )
 _TOWER_ALONE = Refusal(
     "an encoder of images without that of texts",

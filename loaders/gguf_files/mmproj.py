@@ -194,8 +194,8 @@ class Mmproj:
         if found not in known:
             raise UnsupportedError(
                 f"{self.path}: {key}: expected one of {', '.join(sorted(known))}, found "
-                f"{str(found)[:80]!r}: its images are not supported; mmproj=False opens the text "
-                "alone"
+                f"{str(found)[:80]!r}: its images are not supported; "
+                "limit_mm_per_prompt={'image': 0} opens the text alone"
             )
         return known[found]
 

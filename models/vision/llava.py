@@ -67,15 +67,17 @@ def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Files have the layers up to the one that the text reads. Those of LLaVA-Next have sizes of
-    larger pictures. llama.cpp's old script also writes towers of SigLIP, which have no class token.
+    larger pictures. llama.cpp's convert_hf_to_gguf.py writes none of LLaVA's files; its older
+    script also writes towers of SigLIP, which have no class token.
 
     :raises UnsupportedError: this is one: what becomes of larger pictures is not in such a file.
     """
     if "v.class_embd" not in keys.values[SHAPES]:
         raise UnsupportedError(
             "mmproj: expected the tower of CLIP, with a class token (v.class_embd), found one "
-            "without (LLaVA-OneVision, or LLaVA with SigLIP): open the folder of its safetensors "
-            "files, or load the text alone (mmproj=False)"
+            "without (LLaVA with SigLIP, such as LLaVA-OneVision and Granite Vision): load the "
+            "text alone (limit_mm_per_prompt={'image': 0}), or, of LLaVA-OneVision, open the "
+            "folder of its safetensors files"
         )
     vision = {**common, "model_type": "clip_vision_model"}
     whole: dict[str, Any] = {

@@ -98,7 +98,7 @@ def mmproj_config(
         raise UnsupportedError(
             f"{keys.where.partition(': ')[0]}: clip.minicpmv_version: expected one of "
             f"{', '.join(map(str, _VERSIONS))} (MiniCPM-V 2.6, 4.0, 4.5), found {version!r}: its "
-            "slices are marked otherwise; mmproj=False opens the text alone"
+            "slices are marked otherwise; limit_mm_per_prompt={'image': 0} opens the text alone"
         )
     shapes = keys.values[SHAPES]
     rows = shapes.get("v.position_embd.weight", (0,))[0]

@@ -21,6 +21,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "
         "cannot hold"
     },
+    "mmproj": {
+        "metavar": "FILE",
+        "help": "the GGUF file with the encoder of images of a GGUF model (default: the one beside "
+        "it that fits)",
+    },
     "weight_cache": {
         "metavar": "SIZE",
         "help": "keep packed weights in the user's cache folder, at most SIZE such as 32GiB, and "

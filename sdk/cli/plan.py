@@ -87,6 +87,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "graphs": plan.graphs,
         "scratch": plan.scratch,
         "tokenizer": plan.tokenizer,
+        "images": None if plan.images is None else plan.images._asdict(),
         "loading": plan.loading,
         "kv_cache": plan.kv_cache,
         "total": plan.total,

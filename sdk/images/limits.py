@@ -26,8 +26,7 @@ def check_bytes(count: int, name: str, limits: ImageLimits) -> None:
     """:raises RequestError: a file of ``count`` bytes is too large."""
     if count > limits.max_bytes:
         raise RequestError(
-            f"{name} has {count:,} bytes, expected at most {limits.max_bytes:,}: save it smaller "
-            "or raise ImageLimits.max_bytes"
+            f"{name} has {count:,} bytes, expected at most {limits.max_bytes:,}: save it smaller"
         )
     if count == 0:
         raise RequestError(f"{name} is empty, expected the bytes of an image")
@@ -40,12 +39,12 @@ def check_size(height: int, width: int, name: str, limits: ImageLimits) -> None:
     if height * width > limits.max_pixels:
         raise RequestError(
             f"{name} has {height} x {width} = {height * width:,} pixels, expected at most "
-            f"{limits.max_pixels:,}: scale it down or raise ImageLimits.max_pixels"
+            f"{limits.max_pixels:,}: scale it down"
         )
     if max(height, width) > limits.max_side:
         raise RequestError(
             f"{name} has {height} x {width} pixels, expected sides of at most "
-            f"{limits.max_side:,}: crop it or raise ImageLimits.max_side"
+            f"{limits.max_side:,}: crop it"
         )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 from sdk.api.errors import RequestError
 from sdk.api.image_options import ImageFetcher
 from sdk.quant.safe_repr import safe_repr
-from sdk.requests.prompts.images import ImageReader, image_parts
+from sdk.requests.prompts.images import ImageReader, check_parts, image_parts
 
 Message = Mapping[str, Any]
 _REMOTE = ("http", "https")
+#: How errors show the form of an image in a request.
+_FORM = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
 
 
 async def with_images(
@@ -22,11 +24,13 @@ async def with_images(
 
     Those of a model of text are left as they are: it refuses them.
 
-    :raises RequestError: an image is given in another way or cannot be fetched; or too many.
+    :raises RequestError: an image is given in another way or cannot be fetched, there are too many,
+        or a part is neither an image nor a text.
     """
     reader: ImageReader | None = llm._reader.images
     if reader is None:
         return messages
+    check_parts(messages, _FORM)
     found = list(_urls(messages))
     reader.check_count(len(found))
     remote = [(where, url) for where, url in found if _scheme(url) in _REMOTE]
@@ -56,10 +60,7 @@ def _urls(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             where = f"messages[{index}].content[{number}]"
             url = _url(part)
             if url is None or _scheme(url) not in ("data", *_REMOTE):
-                raise RequestError(
-                    f"{where}: expected {{'type': 'image_url', 'image_url': {{'url': "
-                    f"'data:image/png;base64,...'}}}}, found {safe_repr(dict(part))}"
-                )
+                raise RequestError(f"{where}: expected {_FORM}, found {safe_repr(dict(part))}")
             yield where, url
 
 

@@ -330,6 +330,11 @@ def with_options(
     if args.threads is not None:
         options["num_threads"] = args.threads
     models = list(dict.fromkeys(named.values()))
+    if len(models) > 1 and options.get("mmproj") is not None:
+        raise RequestError(
+            f"mmproj: expected one model, found {len(models)}; leave it out, and put the file of "
+            "each model beside it"
+        )
     if len(models) > 1 and "memory" in options:
         options["memory"] = MemoryPool(options["memory"])
     return {model: {**options, "model": model} for model in models}

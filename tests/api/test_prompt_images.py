@@ -326,9 +326,9 @@ def test_prompts_and_images_that_do_not_fit_each_other(
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}, "base64"),
         ({"type": "image_url", "image_url": {"url": "data:nothing"}}, "without a comma"),
         ({"type": "image", "image": picture(1, 999)}, r"messages\[0\]\.content\[1\]: "),
-        ({"type": "video", "video": b""}, r"found type 'video' \(audio and files are not"),
+        ({"type": "video", "video": b""}, r"found type 'video' \(audio, video and files are not"),
         ({"type": "input_audio"}, "found type 'input_audio'"),
-        ({"kind": "text"}, "found dict"),
+        ({"kind": "text"}, "found {'kind': 'text'} without a type"),
     ],
 )
 def test_parts_that_are_no_image(part: dict[str, Any], why: str, tmp_path: Path) -> None:

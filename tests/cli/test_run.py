@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,10 @@ from sdk import LLM
 from sdk.api.errors import CheckpointError, RequestError
 from sdk.api.params import SamplingParams
 from sdk.cli import build_parser, main, run
+from sdk.cli.engine_arguments import engine_options
 from sdk.testing import FakeLLM
+from tests.models.tiny_mmproj import save_both
+from tests.models.tiny_vision import vision_model
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
@@ -436,3 +440,25 @@ def test_images_that_cannot_be_used_are_refused(
     with FakeLLM("Red.") as llm:
         assert run.chat(llm, parse(), SamplingParams()) == 0
     assert "this model reads text only" in capsys.readouterr().err
+
+
+def test_an_mmproj_of_another_folder_is_named(tmp_path: Path, capsys: Captured) -> None:
+    """``plan``, ``run`` and ``serve`` have the option from one table."""
+    beside = save_both(vision_model("qwen3_vl"), "qwen3_vl", tmp_path)
+    model = tmp_path / "text" / "model.gguf"
+    model.parent.mkdir()
+    beside.rename(model)
+    images = tmp_path / "mmproj-model-f32.gguf"
+    assert engine_options(parse(str(model), "--mmproj", str(images))) == {"mmproj": str(images)}
+
+    def planned(*more: str) -> Any:
+        words = ["plan", str(model), "--skip-tokenizer-init", "--json", *more]
+        assert main(words) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert planned()["images"] is None
+    with_images = planned("--mmproj", str(images))
+    parts = [with_images["images"][name] for name in ("weights", "workspace", "cache")]
+    assert all(parts) and with_images["total"] == planned()["total"] + sum(parts)
+    assert main(["run", str(model), "--prompt", "a", "--mmproj", str(tmp_path / "none.gguf")]) == 2
+    assert "none.gguf" in capsys.readouterr().err

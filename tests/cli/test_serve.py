@@ -95,6 +95,10 @@ def test_options_of_a_file_and_of_arguments(tmp_path: Path) -> None:
     assert both["a.gguf"]["memory"] is both["b.gguf"]["memory"]
     assert isinstance(both["a.gguf"]["memory"], MemoryPool)
     assert with_options({"a": "a.gguf", "b": "a.gguf"}, args)["a.gguf"]["memory"] == "1GiB"
+    images = build_parser("serve").parse_args([*words, "--mmproj", "m.gguf"])
+    assert with_options({"a": "a.gguf"}, images)["a.gguf"]["mmproj"] == "m.gguf"
+    with pytest.raises(RequestError, match="mmproj: expected one model, found 2"):
+        with_options({"a": "a.gguf", "b": "b.gguf"}, images)
     for text, message in (("[]", "found \\[\\]"), ("{", "expected a JSON object")):
         path.write_text(text)
         with pytest.raises(RequestError, match=message):

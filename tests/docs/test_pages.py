@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import sdk
 from sdk import LLM, SamplingParams
 from sdk.testing import tiny_adapter
 from tests.docs.pages import DOCS, PAGES, Block, blocks, name_of
@@ -72,6 +73,7 @@ def run_page(
         opened(self, model, plan=plan, **options)
 
     monkeypatch.setattr(LLM, "__init__", short)
+    monkeypatch.setattr(sdk, "LLM", LLM)  # pages put a model of their own in its place
 
     def run(page: str) -> dict[str, Any]:
         names: dict[str, Any] = {"__name__": "__main__"}

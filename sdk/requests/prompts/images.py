@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Parts of a message's content that are images; the last one is vLLM's.
 IMAGE_PARTS = ("image_url", "image", "image_pil")
+#: Parts that are texts; answers may have the second one.
+_TEXT_PARTS = ("text", "refusal")
 #: How errors show the forms of an image in a conversation.
 _FORMS = (
     "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}} or {'type': 'image', "
@@ -82,8 +84,10 @@ class ImageReader:
         """The messages with plain parts ``{"type": "image"}``, as chat templates know them, and
         the images. What else is wrong with the messages is found by others.
 
-        :raises RequestError: an image cannot be read, or there are too many.
+        :raises RequestError: an image cannot be read, there are too many, or a part is neither an
+            image nor a text.
         """
+        check_parts(messages, _FORMS)
         given = [
             (f"messages[{index}].content[{number}]", part)
             for index, message in enumerate(messages)
@@ -327,6 +331,24 @@ def image_parts(message: object) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for number, part in enumerate(content):
         if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
             yield number, part
+
+
+def check_parts(messages: Sequence[Mapping[str, Any]], forms: str) -> None:
+    """For a model that reads images; ``forms``: how the error shows those of an image.
+
+    :raises RequestError: a part of a message is neither an image nor a text.
+    """
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind in (*IMAGE_PARTS, *_TEXT_PARTS):
+                continue
+            found = f"type {safe_repr(kind)}" if kind else f"{safe_repr(part)} without a type"
+            raise RequestError(
+                f"messages[{index}].content[{number}]: expected {{'type': 'text', 'text': ...}}, "
+                f"or an image as {forms}; found {found} (audio, video and files are not supported)"
+            )
 
 
 def _source_of(part: Mapping[str, Any], where: str) -> Any:

@@ -119,7 +119,7 @@ def _asked(
 def _piece(where: str, block: Mapping[str, Any], expected: str, images: bool) -> _Piece:
     """A text, or an image as a part of a chat completion's message."""
     if block.get("type") != "image" or not images:
-        return _text(where, block, expected)
+        return _text(where, block, f"image, {expected}" if images else expected)
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if isinstance(source, Mapping) and kind == "base64":

@@ -147,7 +147,7 @@ def _content(index: int, item: Mapping[str, Any], images: bool) -> Any:
             parts.append(_image(index, part))
             continue
         if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
-            kinds = "text parts and images" if images else "text parts"
+            kinds = "text parts and images" if images else "text parts (this model reads no images)"
             raise RequestError(
                 f"input[{index}]: expected content of {kinds}, found {safe_repr(part)}"
             )
