@@ -34,7 +34,7 @@ def test_a_missing_native_module_is_warned_of(run_installed: Run, model: Path) -
     warning, _, explained = done.stdout.partition("\n-----\n")
     assert done.returncode == 0, done.stderr
     assert warning.startswith("this model runs on the reference kernels, about 100 times slower: ")
-    assert "apt install g++" in warning and "pip install --force-reinstall --no-deps" in warning
+    assert "apt install g++" in warning and "pip install -v --force-reinstall --no-deps" in warning
     assert done.stderr == f"sdk WARNING {warning}\n"
     assert f"\nwarning    {warning}" in explained
 
