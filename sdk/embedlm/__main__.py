@@ -7,12 +7,14 @@ from importlib import import_module
 
 
 def main() -> int:
-    """The command of ``sys.argv``: its exit code, 2 with one line where embedlm cannot run."""
+    """The command of ``sys.argv``: its exit code.
+
+    :raises SystemExit: embedlm cannot be imported; one line says why, and the exit code is 1.
+    """
     try:
         command = import_module(__package__).import_ours("sdk.cli").main
     except ImportError as error:
-        print(f"embedlm: {error}", file=sys.stderr)
-        return 2
+        sys.exit(f"embedlm: {error}")
     code: int = command()
     return code
 
