@@ -160,16 +160,17 @@ $(CONSTRAINTS): .ci/constraints-cpu.txt | $(PY)
 	  cp $< $@; echo "embedlm: no NVIDIA driver; where torch is asked for, it is the CPU build: $$(grep '^torch' $@)"; \
 	fi
 
+# Without the native module there is no stamp: the next `make` tries again, with a compiler by then.
+NOTE_BUILT = if $(PY) -m sdk doctor --only native; then touch $@; else rm -f $@; fi
+
 # The compiler runs while packages are downloaded.
 $(VENV)/.embedlm-installed: $(CONSTRAINTS) $(BUILT_FROM)
 	@$(MAKE) --no-print-directory --jobs=2 packages native LEVELS=all
-	@$(PY) -m sdk doctor --only native || true
-	@touch $@
+	@$(NOTE_BUILT)
 
 $(VENV)/.embedlm-here: $(CONSTRAINTS) $(BUILT_FROM)
 	@$(MAKE) --no-print-directory --jobs=2 packages native LEVELS=host
-	@$(PY) -m sdk doctor --only native || true
-	@touch $@
+	@$(NOTE_BUILT)
 
 packages: $(CONSTRAINTS)
 	@echo "embedlm: downloading and installing packages"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -21,6 +23,15 @@ _DISTRIBUTIONS = {
     "auto_gptq": "auto-gptq",
     "awq": "autoawq",
     "lm_eval": "lm-eval",
+    "langchain_core": "langchain-core",
+    "llama_index": "llama-index-core",
+    "haystack": "haystack-ai",
+}
+#: Parts of a namespace package that are distributions of their own.
+_PARTS = {
+    **dict.fromkeys(
+        ("llama_index.llms", "llama_index.llms.openai_like"), "llama-index-llms-openai-like"
+    ),
 }
 #: The extra of embedlm that brings a module; what is not here is installed under its own name.
 _EXTRAS = {
@@ -82,9 +93,22 @@ def check_installed(module: str, what: str, *, extra: str = "") -> None:
         raise MissingPackageError(text, name=module)
 
 
+@contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """A block of imports that ``what`` needs (with its verb: ``"sdk.integrations.mcp needs"``).
+
+    :raises MissingPackageError: one of them is not installed, or cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise missing(error, what) from error
+
+
 def missing(error: ImportError, what: str) -> MissingPackageError:
     """The error for a failed import. The file is not damaged if a package is missing."""
-    name = (error.name or "").partition(".")[0]
+    name = error.name or ""
+    name = name if name in _PARTS else name.partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and name and name != "sdk":
         text = f"{what} {not_installed(name)}"
     else:
@@ -93,4 +117,4 @@ def missing(error: ImportError, what: str) -> MissingPackageError:
 
 
 def _wanted(module: str) -> str:
-    return _DISTRIBUTIONS.get(module, module)
+    return _PARTS.get(module) or _DISTRIBUTIONS.get(module, module)

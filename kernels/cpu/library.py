@@ -560,11 +560,15 @@ def _why_missing() -> str:
         if why := foreign(found):  # Windows looks for .pyd, others for .so
             return why
     if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout
-        return "native module not built: install a C++ compiler and run `make build`"
+        return (
+            "native module not built: install a C++ compiler and run `make build`; "
+            "`pip install -v --no-deps -e .` shows why one fails"
+        )
     return (
-        "native module missing: embedlm was installed without a C++ compiler. Install one "
-        "(Debian, Ubuntu: apt install g++), then embedlm from source: `pip install "
-        "--force-reinstall --no-deps --no-cache-dir SOURCE`, its folder or git+https address"
+        "native module missing: it did not compile when embedlm was installed. Install a C++ "
+        "compiler (Debian, Ubuntu: apt install g++), then embedlm from source: `pip install -v "
+        "--force-reinstall --no-deps --no-cache-dir SOURCE`, its folder or git+https address; "
+        "-v shows why a compiler fails"
     )
 
 

@@ -44,7 +44,8 @@ def load_tokenizer_json(source: Path | str, where: str) -> Any:
                 raise CheckpointError(
                     f"{where}: {size} bytes, expected at most {MAX_TOKENIZER_BYTES}"
                 )
-            backend = Tokenizer.from_file(str(source))
+            # not from_file, which takes only paths that are Unicode
+            backend = Tokenizer.from_buffer(source.read_bytes())
         else:
             backend = Tokenizer.from_str(source)
         check_parts(backend, where)

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import MODEL_REGISTRY, register_model
-from lm_eval.utils import get_rolling_token_windows
-
 from sdk.api.errors import RequestError
 from sdk.api.outputs import RequestOutput
 from sdk.api.params import SamplingParams
+from sdk.kernels.packages import needed_for
 from sdk.llm import LLM
+
+with needed_for("sdk.evaluating.harness needs"):
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import MODEL_REGISTRY, register_model
+    from lm_eval.utils import get_rolling_token_windows
 
 #: Options that lm-eval's command line passes to every model; the engine makes its own batches.
 _UNUSED = ("batch_size", "max_batch_size", "device")

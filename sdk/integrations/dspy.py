@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 
-import dspy
-from dspy.lm15 import AsyncOpenAIChatLM, OpenAIChatLM
-
 from sdk import LLM
 from sdk.integrations.in_process import ADDRESS, Exchange, LoopThread, Request
+from sdk.kernels.packages import needed_for
 from sdk.serving import create_app
+
+with needed_for("sdk.integrations.dspy needs"):
+    import dspy
+    from dspy.lm15 import AsyncOpenAIChatLM, OpenAIChatLM
 
 #: What its modules ask before they use native calls of tools and schemas.
 _PARAMETERS = (

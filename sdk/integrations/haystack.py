@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from haystack import Document, component
-from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.utils import Secret
-
 from sdk import LLM
 from sdk.integrations.vectors import Vectors
+from sdk.kernels.packages import needed_for
+
+with needed_for("sdk.integrations.haystack needs"):
+    from haystack import Document, component
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.utils import Secret
 
 
 def chat_generator(llm: LLM, model: str = "embedlm", **options: Any) -> OpenAIChatGenerator:

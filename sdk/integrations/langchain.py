@@ -13,35 +13,37 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from langchain_core.callbacks import (
-    AsyncCallbackManagerForLLMRun,
-    CallbackManagerForLLMRun,
-    Callbacks,
-)
-from langchain_core.documents import BaseDocumentCompressor, Document
-from langchain_core.embeddings import Embeddings
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    InvalidToolCall,
-    ToolCall,
-    convert_to_openai_messages,
-)
-from langchain_core.messages.ai import UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
-
 from sdk import LLM, SamplingParams, StructuredOutputsParams
 from sdk.api.outputs import CompletionOutput, RequestOutput
 from sdk.integrations.schemas import closed
 from sdk.integrations.vectors import Vectors
+from sdk.kernels.packages import needed_for
+
+with needed_for("sdk.integrations.langchain needs"):
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForLLMRun,
+        CallbackManagerForLLMRun,
+        Callbacks,
+    )
+    from langchain_core.documents import BaseDocumentCompressor, Document
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.language_models import BaseChatModel, LanguageModelInput
+    from langchain_core.messages import (
+        AIMessage,
+        AIMessageChunk,
+        BaseMessage,
+        InvalidToolCall,
+        ToolCall,
+        convert_to_openai_messages,
+    )
+    from langchain_core.messages.ai import UsageMetadata
+    from langchain_core.messages.tool import tool_call_chunk
+    from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+    from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+    from langchain_core.utils.pydantic import is_basemodel_subclass
+    from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 #: Fields of the chat model that are fields of ``SamplingParams``.
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")

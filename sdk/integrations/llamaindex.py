@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
-
 from sdk import LLM
 from sdk.integrations.vectors import Vectors
+from sdk.kernels.packages import needed_for
+
+with needed_for("sdk.integrations.llamaindex needs"):
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.bridge.pydantic import Field, PrivateAttr
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 
 def chat_model(llm: LLM, model: str = "embedlm", **options: Any) -> Any:
@@ -24,7 +26,8 @@ def chat_model(llm: LLM, model: str = "embedlm", **options: Any) -> Any:
     ``options``: those of ``OpenAILike``, such as ``temperature`` and ``max_tokens``. Streams,
     tools, typed answers and async calls work; the owner of ``llm`` closes it.
     """
-    from llama_index.llms.openai_like import OpenAILike
+    with needed_for("sdk.integrations.llamaindex.chat_model needs"):
+        from llama_index.llms.openai_like import OpenAILike
 
     from sdk.integrations.openai import async_client, client
 

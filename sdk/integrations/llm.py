@@ -16,15 +16,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
-import click
-import llm
-from llm.parts import StreamEvent
-from pydantic import Field
-
 from sdk.api.errors import SdkError
 from sdk.api.machine import cache_folder
 from sdk.demo import GEMMA3, MINILM, SMOLLM2
 from sdk.integrations.schemas import closed
+from sdk.kernels.packages import needed_for
+
+with needed_for("sdk.integrations.llm needs"):
+    import click
+    import llm
+    from llm.parts import StreamEvent
+    from pydantic import Field
 
 if TYPE_CHECKING:  # every `llm` command imports this module, also those of other models
     from sdk import LLM

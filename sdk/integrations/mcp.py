@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from mcp import Client
-
 from sdk.api.errors import RequestError
 from sdk.integrations.schemas import closed
+from sdk.kernels.packages import needed_for
 from sdk.tools import Tool
+
+with needed_for("sdk.integrations.mcp needs"):
+    from mcp import Client
 
 #: What names of ours may not have.
 _OTHER = re.compile(r"[^a-zA-Z0-9_-]")

@@ -15,10 +15,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-import openai
-
 from sdk.integrations.in_process import ADDRESS, Exchange, LoopThread, Request
+from sdk.kernels.packages import needed_for
 from sdk.serving import create_app
+
+with needed_for("sdk.integrations.openai needs"):
+    import openai
 
 
 def async_client(models: Any, **options: Any) -> openai.AsyncOpenAI:

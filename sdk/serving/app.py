@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from sdk.kernels.packages import needed_for
+
+with needed_for("sdk.serving.create_app needs"):
+    from fastapi import FastAPI
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 
 from sdk import __version__
 from sdk.api.flags import check_flags

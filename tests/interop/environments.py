@@ -106,7 +106,10 @@ ENVIRONMENTS = {
         ),
         torch=False,
     ),
-    "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
+    # its own transformers model asks for them; lm-eval alone does not
+    "lm-eval": Environment(
+        (f"-C wheel.cmake=false -e {ROOT}[lm-eval]", "transformers==5.23.0 accelerate")
+    ),
 }
 
 

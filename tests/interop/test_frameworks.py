@@ -43,7 +43,9 @@ def test_frameworks_run_on_a_model_in_their_process(
         "EMBEDDING_MODEL": str(minilm),
         "PAGE": str(ROOT / "docs" / "guides" / "frameworks.md"),
     }
-    options = ["-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    settings = tmp_path / "pytest.ini"  # not those of this checkout; pytest 9 refuses /dev/null
+    settings.write_text("[pytest]\n")
+    options = ["-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-c", str(settings)]
     options += ["--noconftest"]
     done = subprocess.run(
         [str(python(environment)), "-m", "pytest", *options, str(drivers / f"{driver}.py")],

@@ -38,7 +38,10 @@ def compile_library(folder: Path, source: str) -> str:
 def test_a_missing_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     reason = cpu.available("cpu")
-    assert reason == "native module not built: install a C++ compiler and run `make build`"
+    assert reason == (
+        "native module not built: install a C++ compiler and run `make build`; "
+        "`pip install -v --no-deps -e .` shows why one fails"
+    )
     assert cpu.levels() == ()
     assert cpu.simd_level() is None
     with pytest.raises(KernelError, match="native module not built"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from sdk.kernels.packages import missing
 from tests.scripts import run_python
 
 #: Runs the cases of one absent package, of which each is (name, code); prints {name: message}.
@@ -122,7 +124,15 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
             "image_processor({'model_type': 'gemma3'}, {}).read(numpy.zeros((2, 2, 3), 'uint8'))",
         },
     },
-    "fastapi": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
+    "fastapi": {
+        "server": {
+            "embedlm serve": "command('serve', gguf, '--port', '0')",
+            "create_app": "from sdk.serving import create_app",
+            "its module": "import sdk.serving.app",
+            "openai's clients": "import sdk.integrations.openai",
+            "DSPy": "import sdk.integrations.dspy",
+        }
+    },
     "uvicorn": {"server": {"embedlm serve": "command('serve', gguf, '--port', '0')"}},
     "prometheus_client": {"metrics": {"prometheus": "import sdk.metrics.prometheus"}},
     "opentelemetry": {"metrics": {"opentelemetry": "import sdk.requests.driving.opentelemetry"}},
@@ -140,6 +150,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
             "serve": "import sdk.cluster.integrations.ray.serve",
         }
     },
+    "lm_eval": {"lm-eval": {"harness": "import sdk.evaluating.harness"}},
     "auto_gptq": {
         "gptq": {"quantize": "import sdk; sdk.quantize(gguf, '/nowhere', 'gptq-w4g128', "
             "library='auto-gptq')"},
@@ -182,3 +193,50 @@ def test_what_needs_an_extra_says_so_before_anything_is_loaded(
     said = messages(package, folder)[place]
     assert f'is not installed: pip install "embedlm[{extra}]"' in said
     assert "\n" not in said
+
+
+#: Module of ``sdk.integrations`` -> the package that it is for -> its distribution.
+FRAMEWORKS = {
+    "dspy": ("dspy", "dspy"),
+    "haystack": ("haystack", "haystack-ai"),
+    "langchain": ("langchain_core", "langchain-core"),
+    "llamaindex": ("llama_index", "llama-index-core"),
+    "llm": ("llm", "llm"),
+    "mcp": ("mcp", "mcp"),
+    "openai": ("openai", "openai"),
+}
+
+
+@pytest.fixture(scope="module")
+def said_without() -> dict[str, str]:
+    """What the import of each integration says where no framework is installed."""
+    codes = {name: f"import sdk.integrations.{name}" for name in FRAMEWORKS}
+    absent = [package for package, _ in FRAMEWORKS.values()]
+    found: dict[str, str] = json.loads(
+        run_python(RUN, json.dumps(absent), json.dumps(codes)).splitlines()[-1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_integration_names_the_package_that_it_is_for(
+    name: str, said_without: dict[str, str]
+) -> None:
+    package = FRAMEWORKS[name][1]
+    assert said_without[name] == (
+        f"sdk.integrations.{name} needs the package {package}, which is not installed: "
+        f"pip install {package}"
+    )
+
+
+def test_every_integration_of_a_framework_has_a_test() -> None:
+    folder = Path(__file__).parents[2] / "sdk" / "integrations"
+    wrapped = {file.stem for file in folder.glob("*.py") if "with needed_for" in file.read_text()}
+    assert wrapped == set(FRAMEWORKS)
+
+
+def test_a_part_of_llama_index_is_a_package_of_its_own() -> None:
+    error = ModuleNotFoundError("no", name="llama_index.llms")
+    assert str(missing(error, "chat_model needs")).endswith(
+        "pip install llama-index-llms-openai-like"
+    )

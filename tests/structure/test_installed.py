@@ -34,7 +34,7 @@ def test_a_missing_native_module_is_warned_of(run_installed: Run, model: Path) -
     warning, _, explained = done.stdout.partition("\n-----\n")
     assert done.returncode == 0, done.stderr
     assert warning.startswith("this model runs on the reference kernels, about 100 times slower: ")
-    assert "apt install g++" in warning and "pip install --force-reinstall --no-deps" in warning
+    assert "apt install g++" in warning and "pip install -v --force-reinstall --no-deps" in warning
     assert done.stderr == f"sdk WARNING {warning}\n"
     assert f"\nwarning    {warning}" in explained
 
@@ -112,13 +112,32 @@ def test_another_projects_sdk_is_named(run_installed: Run, foreign: Path, use: s
     assert str(foreign / "sdk" / "__init__.py") in last and "Rename that package" in last
 
 
-def test_python_m_embedlm_names_another_projects_sdk_in_one_line(
-    run_installed: Run, foreign: Path
+#: ``python -m embedlm``, and what pip's script does.
+STARTS = [
+    "import runpy; runpy.run_module('embedlm', run_name='__main__')",
+    "from embedlm.__main__ import main; sys.exit(main())",
+]
+
+
+@pytest.mark.parametrize("code", STARTS, ids=["python -m", "script"])
+def test_the_command_names_another_projects_sdk_in_one_line(
+    run_installed: Run, foreign: Path, code: str
 ) -> None:
-    code = "import runpy; runpy.run_module('embedlm', run_name='__main__')"
     done = run_installed(code, before=(foreign,))
     [line] = done.stderr.splitlines()
     assert line.startswith("embedlm: embedlm's package") and str(foreign) in line
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("code", STARTS, ids=["python -m", "script"])
+def test_the_command_says_in_one_line_that_python_has_32_bits(
+    run_installed: Run, code: str
+) -> None:
+    done = run_installed(f"sys.maxsize = 2**31 - 1\n{code}")
+    assert done.stderr.splitlines() == [
+        "embedlm: embedlm needs a Python of 64 bits, and this one has 32: install another one"
+    ]
+    assert done.returncode == 1
 
 
 PYTEST = "import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))"
@@ -156,7 +175,7 @@ for group in ("console_scripts", "pytest11", "pyinstaller40"):
 def test_every_entry_point_goes_through_embedlm(run_installed: Run) -> None:
     done = run_installed(ENTRY_POINTS)
     assert done.stdout.splitlines() == [
-        "console_scripts embedlm.cli:main True",
+        "console_scripts embedlm.__main__:main True",
         "pytest11 embedlm.pytest_plugin True",
         "pyinstaller40 embedlm.pyinstaller:hook_dirs True",
     ]

@@ -212,6 +212,27 @@ def test_make_run_keeps_a_native_module_with_every_level(tmp_path: Path) -> None
     assert ".embedlm-here" not in recipe("run", tmp_path)
 
 
+#: A Python in whose environment every step succeeds, and `embedlm doctor` ends with ``code``.
+_STANDS_IN = """#!/bin/sh
+echo "$*" >> "$(dirname "$0")/calls"
+case "$*" in *doctor*) exit {code};; esac
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_make_build_tries_again_until_the_native_module_is_there(tmp_path: Path, code: int) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(_STANDS_IN.format(code=code))
+    python.chmod(0o755)
+    for _ in range(2):
+        command = ["make", "build", f"VENV={tmp_path}"]
+        subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    assert (tmp_path / ".embedlm-installed").exists() == (code == 0)
+    builds = (python.parent / "calls").read_text().count(" -e .\n")
+    assert builds == (1 if code == 0 else 2)
+
+
 def test_the_workflows_run_what_there_is_on_every_python_that_is_supported() -> None:
     folder = ROOT / ".github" / "workflows"
     flows = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
