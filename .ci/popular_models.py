@@ -296,7 +296,9 @@ FAMILIES = (
         part="text only",
     ),
     Family("GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",)),
-    Family("GPT-Neo, GPT, XGLM", (), ("gpt_neo", "openai-gpt", "xglm"), "older models", ("SmolLM2",)),
+    Family(
+        "GPT-Neo, GPT, XGLM", (), ("gpt_neo", "openai-gpt", "xglm"), "older models", ("SmolLM2",)
+    ),
     Family(
         "CodeShell, Refact", ("codeshell", "refact"), ("codeshell",), "older models",
         ("Qwen2.5-Coder",),
