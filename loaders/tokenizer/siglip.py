@@ -19,8 +19,9 @@ from sdk.quant.errors import CheckpointError
 SIGLIP = "SiglipTokenizer"
 _UNIGRAM = 1  # TrainerSpec.ModelType
 _UNKNOWN, _CONTROL = 2, 3  # SentencePiece.Type
-#: What Python's regular expressions call white space.
-_SPACES = r"[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
+#: What Python's regular expressions call white space, as characters: the tokenizers library takes
+#: ``\x85`` in a pattern for a byte.
+_SPACES = "[\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 
 
 def siglip_tokenizer(file: Path, config: Mapping[str, Any]) -> Any:

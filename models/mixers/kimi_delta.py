@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sdk.kernels.lazy_torch import torch
 from sdk.models.mixers.mixer import conv_rows, decay_rates, range_of, share_of
 from sdk.quant.caches import StateCache, StatePart
 
@@ -61,6 +60,9 @@ class KimiDelta:
     """The mixer of one layer: see the module."""
 
     def __init__(self, source: Source, path: str, spec: KimiDeltaSpec, *, reduce: bool) -> None:
+        from sdk.kernels.lazy_torch import torch
+        from sdk.kernels.operators.norm import Norm
+
         self.ops, self.spec = source.ops, spec
         start, self.heads = range_of(_HEADS, spec.heads, source.mesh)
         total, own = spec.heads * spec.dim, (start * spec.dim, self.heads * spec.dim)
@@ -86,8 +88,6 @@ class KimiDelta:
         self.rates = rates[heads].contiguous()
         rows = slice(own[0], sum(own))
         self.dt_bias = source.vector(f"{path}.dt_bias", total)[rows].contiguous()
-        from sdk.kernels.operators.norm import Norm
-
         weight = source.vector(f"{path}.o_norm.weight", spec.dim)
         self.norm = Norm(weight, source.config.norm_eps)
         self.out = source.row(f"{path}.o_proj", total, *own, reduce=reduce)

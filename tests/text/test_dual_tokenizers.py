@@ -53,6 +53,14 @@ def test_texts_become_the_tokens_of_transformers(both: Both, text: str) -> None:
     assert list(both.ours.encode(given)) == both.theirs(text).input_ids
 
 
+def test_every_white_space_is_that_of_transformers(both: Both) -> None:
+    spaces = [chr(code) for code in range(0x3001) if chr(code).isspace()]
+    texts = [f"a photo{space}of a{space}{space}cat{space}" for space in spaces]
+    assert len(spaces) == 29
+    for text in texts:
+        assert list(both.ours.encode(text)) == both.theirs(text).input_ids, repr(text)
+
+
 def test_a_model_of_another_kind_is_named(tmp_path: Path) -> None:
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
