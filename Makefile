@@ -160,7 +160,7 @@ $(CONSTRAINTS): .ci/constraints-cpu.txt | $(PY)
 	  cp $< $@; echo "embedlm: no NVIDIA driver; where torch is asked for, it is the CPU build: $$(grep '^torch' $@)"; \
 	fi
 
-# Without the native module there is no stamp: the next `make` tries again, with a compiler by then.
+# The stamp is written only if the native module was built, so that the next `make` tries again.
 NOTE_BUILT = if $(PY) -m sdk doctor --only native; then touch $@; else rm -f $@; fi
 
 # The compiler runs while packages are downloaded.

@@ -80,8 +80,8 @@ class Leftovers(NamedTuple):
         """Sort the tensors ``unused`` of a file with tensors ``everything``.
 
         ``layers``: of the model. ``ignored``: patterns of names that the model's own code ignores.
-        ``sharing``: layers that read the keys and values of another one. Released files of Gemma 3n
-        have matrices for theirs, which nobody uses and llama.cpp requires.
+        ``sharing``: layers that read the keys and values of another one. llama.cpp requires
+        matrices for theirs in files of Gemma 3n, and no code reads them.
         ``only_text``: the file holds nothing beside a language model (GGUF). ``generates``: the
         model has a head; a file may have one anyway.
         """

@@ -91,6 +91,6 @@ class LargestSum:
 
 
 def _steps(values: NDArray[np.float64]) -> list[int]:
-    """Rounded, halves away from zero; those that are no numbers become ``_NEVER``."""
+    """Rounded, halves away from zero; NaN and infinities become ``_NEVER``."""
     whole = np.sign(values) * np.floor(np.abs(values) + 0.5)
     return np.where(np.isfinite(values), whole, _NEVER).astype(np.int64).tolist()  # type: ignore[no-any-return]

@@ -82,8 +82,8 @@ class VisionConfig:
     max_patches: int
     max_tokens: int
     merge: int = 1
-    #: Within the encoder, after the layer ``inner_after``, squares of so many patches per side
-    #: become one row (:mod:`sdk.models.vision.inner`); 1: no layer is followed by that.
+    #: Within the encoder, after the layer ``inner_after``, squares of ``inner`` patches per side
+    #: become one row (:mod:`sdk.models.vision.inner`); 1: they do not.
     inner: int = 1
     inner_after: int = -1
     #: Tokens of a tile of any size, each of which is a query to all of its patches

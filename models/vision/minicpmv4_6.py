@@ -89,9 +89,10 @@ def _most_tokens(whole: Fields, unit: int) -> int:
 
 
 def most_tokens(side: int, slices: int, unit: int) -> int:
-    """Tokens of ``unit`` pixels per side of an image in so many slices of about ``side`` by
-    ``side`` pixels. Sides are rounded to whole tokens, which makes long slices larger; an image a
-    few hundred times longer than wide has more tokens, and is refused."""
+    """The most tokens of an image that is cut into ``slices`` slices of about ``side`` by ``side``
+    pixels. A token has ``unit`` by ``unit`` pixels. Sides are rounded to whole tokens, which makes
+    long slices larger; an image a few hundred times longer than wide has more tokens, and is
+    refused."""
     return (slices + 1) * max(side // unit, 1) ** 2 * 6 // 5
 
 

@@ -93,7 +93,7 @@ def _projector_units(lengths: Sequence[int], parts: Parts | None, config: Vision
 
 
 def groups(patches: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of the tiles, which have so many patches each, that run together."""
+    """The numbers of the tiles, which have that many patches each and run together."""
     group, count = list[int](), 0
     for number, own in enumerate(patches):
         if group and count + own > GROUP:

@@ -213,7 +213,7 @@ class AttentionPool:
         return self.pooled(x, self.patches)
 
     def pooled(self, x: Tensor, patches: int) -> Tensor:
-        """The vectors of tiles of so many patches each."""
+        """The vectors of tiles that have ``patches`` patches each."""
         pooled = self.values(self._means(x, patches)).view(-1, self.heads, self.heads, self._head)
         own = torch.arange(self.heads, device=x.device)
         joined = pooled[:, own, own].reshape(-1, self.width) + self.biases[2 * self.width :]

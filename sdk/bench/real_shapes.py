@@ -303,7 +303,7 @@ class TwoGeometries:
 class ResidualStreams:
     """Gemma 3n E2B: several copies of the hidden state, a narrow matrix beside attention, an
     embedding for each layer, sparse activations in the first ``sparse`` layers. The last ones
-    (``reusing``) read the keys of others; their own are in the file, as in the released one."""
+    (``reusing``) read the keys of others; the file has their own, which llama.cpp requires."""
 
     hidden: int
     layers: int

@@ -102,7 +102,7 @@ def _more_ids(demand: MemoryDemand, nbytes: int, most_pages: int, per_request: i
 
 
 def id_bytes(page_size: int) -> int:
-    """What a known page of so many tokens takes besides its keys and values."""
+    """What a known page of ``page_size`` tokens takes besides its keys and values."""
     return _ID_BYTES + _ID_TOKEN_BYTES * page_size
 
 

@@ -121,7 +121,7 @@ def test_the_file_beside_a_hybrid_has_the_tower_of_its_folder(
     pictures = [image(tower.config, sizes, 1)]
     found, expected = encode(tower, pictures)[0], encode(folder, pictures)[0]
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
-    if name != "lfm2_vl":  # whose tiles are no multiples of 7 pixels
+    if name != "lfm2_vl":  # sides of its tiles are not multiples of 7
         whole = {**own.config[WHOLE], "vision_config": own.config[VISION]}
         assert image_processor(whole, own.processor).most_tokens
 
