@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -67,3 +69,33 @@ def test_a_snapshot_takes_half_the_bytes_and_its_scales() -> None:
     own = rounded(exact)
     assert own.nbytes == exact.nbytes // 2 + 64  # 16 scales of 4 bytes
     assert rounded(StateCache((StatePart("ssm", (40, 6)),))).parts[1].shape == (1,)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["left", "read again"])
+def test_a_slot_that_is_left_goes_back_after_its_last_copy(
+    cache: KVCache, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after all copies: the places of all rounded states would be written beside them."""
+    done: list[tuple[str, int]] = []
+    rounds, vacate = cache._rounded, cache.vacate
+    assert rounds is not None
+    save = rounds.save
+
+    def saved(slot: int, place: int) -> None:
+        done.append(("saved", slot))
+        save(slot, place)
+
+    def vacated(places: Sequence[int], region: int = 0) -> None:
+        assert region == 1, "slots of states come after the pages"
+        done.extend(("vacated", place) for place in places)
+        vacate(places, region)
+
+    monkeypatch.setattr(rounds, "save", saved)
+    monkeypatch.setattr(cache, "vacate", vacated)
+    copies = [StateCopy(1, 1, out=True), StateCopy(2, 2, out=True), StateCopy(3, 0, out=True)]
+    copies = [*copies, StateCopy(1, 0, out=True)] if again else copies
+    cache.copy(copies, None, leaving=(1, 2))
+    first = [] if again else [("vacated", 1)]
+    then = [("saved", 1), ("vacated", 1)] if again else []
+    expected = [("saved", 1), *first, ("saved", 2), ("vacated", 2), ("saved", 3), *then]
+    assert done == expected

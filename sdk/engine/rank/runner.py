@@ -288,7 +288,8 @@ class ModelRunner:
         for request_id, token_ids in plan.sampled:
             if (request := self._requests.get(request_id)) is not None:
                 request.accept(token_ids)
-        self.kv.copy(plan.copies, self.ops)
+        leaving = plan.vacated[self.kv.spec.num_regions - 1] if plan.vacated else ()
+        self.kv.copy(plan.copies, self.ops, leaving)
         self._inputs.apply_moves(self._requests.values(), plan.copies)
         for region, places in enumerate(plan.vacated):
             self.kv.vacate(places, region)
