@@ -28,6 +28,9 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+#: Layers of a Gemma 3 with a window that is a little longer than an image.
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 #: Heads of 24 features, patches of 7 pixels.
 SIGLIP: dict[str, Any] = {
     "hidden_size": 72,

@@ -20,6 +20,16 @@ from tests.models.tiny_vision import FREE, from_0_to_1, image, normalized, padde
 #: Begin and end an image in a prompt.
 BEGIN, END = 88, 89
 
+#: An engine whose numbers are compared with those of transformers.
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "kv_cache_dtype": "float32",
+    "compute": "exact",
+    "num_threads": 1,
+}
+
 
 def some_images(config: VisionConfig, count: int) -> list[ImageInput]:
     """Images of the sizes that a tiny model of a family reads."""
@@ -49,6 +59,14 @@ def prompt(
     return ids + random.integers(3, 80, text).tolist(), tuple(found)
 
 
+def moved(images: Sequence[PromptImage], by: int) -> tuple[PromptImage, ...]:
+    """The images with their placeholders so many tokens later."""
+    return tuple(
+        one._replace(spans=tuple((first + by, count) for first, count in one.spans))
+        for one in images
+    )
+
+
 def job(name: str, ids: Sequence[int], images: tuple[PromptImage, ...] = (), **params: Any) -> Job:
     """A greedy request with the log-probabilities of its answer."""
     given = {"max_tokens": 4, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, **params}
@@ -59,6 +77,11 @@ def run(engine: Engine, *jobs: Job) -> dict[str, Any]:
     """The finished outputs of jobs that run together, by id."""
     for one in jobs:
         engine.add(one)
+    return rest(engine)
+
+
+def rest(engine: Engine) -> dict[str, Any]:
+    """The outputs of all requests when they have ended, by id in that order."""
     found = {}
     while engine.has_unfinished:
         found.update({one.request_id: one for one in engine.step() if one.finished})
