@@ -218,7 +218,8 @@ FAMILIES = (
         "encoders", ("Qwen3-Embedding",), kind="embed",
     ),
     Family(
-        "InternVL 3, LFM2-VL, LLaVA 1.5 and Next", ("qwen2", "qwen3", "lfm2", "llama"),
+        "InternVL 3, LFM2-VL, LLaVA 1.5 and Next, Granite Vision, Pixtral 12B",
+        ("qwen2", "qwen3", "lfm2", "llama", "granite"),
         ("internvl", "lfm2_vl", "llava", "llava_next"), "vision", ("Gemma 3",),
     ),
     Family(

@@ -28,13 +28,20 @@ Pixels = NDArray[np.uint8]
 class Conversations(NamedTuple):
     """``text(image processor, its output, pixels)``: what replaces an image token. ``inputs``: the
     arguments of the model, from the outputs for all images. ``call``: arguments of the image
-    processor. ``model``: of the tiny model, beside those of tests/models/tiny_vision.py."""
+    processor. ``model``: of the tiny model, beside those of tests/models/tiny_vision.py. ``name``:
+    what it is called there, if not after its type."""
 
     family: Family
     text: Callable[[Any, Any, Pixels], str]
     inputs: Callable[[Sequence[Any], Sequence[Pixels]], dict[str, Tensor]]
     call: Mapping[str, Any] = MappingProxyType({})
     model: Mapping[str, Any] = MappingProxyType({})
+    name: str = ""
+
+    @property
+    def tiny(self) -> str:
+        """The name in tests/models/tiny_vision.py."""
+        return self.name or self.family.model_type
 
 
 def _stacked(outputs: Sequence[Any], pictures: Sequence[Pixels]) -> dict[str, Tensor]:
@@ -72,10 +79,15 @@ def _of_pixtral(outputs: Sequence[Any], pictures: Sequence[Pixels]) -> dict[str,
     return {"pixel_values": found, "image_sizes": torch.tensor(sizes)}
 
 
-def _pixtral_text(theirs: Any, outputs: Any, pixels: Pixels) -> str:
-    height, width = np.asarray(outputs["pixel_values"]).shape[-2:]
-    row = "[IMG]" * (width // 8)
-    return "[IMG_BREAK]".join([row] * (height // 8)) + "[IMG_END]"
+def _pixtral_text(side: int) -> Callable[[Any, Any, Pixels], str]:
+    """``side``: pixels of a token's side."""
+
+    def text(theirs: Any, outputs: Any, pixels: Pixels) -> str:
+        height, width = np.asarray(outputs["pixel_values"]).shape[-2:]
+        row = "[IMG]" * (width // side)
+        return "[IMG_BREAK]".join([row] * (height // side)) + "[IMG_END]"
+
+    return text
 
 
 def _lfm2_tiles(pixels: Pixels) -> Any:
@@ -160,9 +172,22 @@ MISTRAL3 = Conversations(
         kind="PixtralImageProcessor",
         size={"size": {"longest_edge": 64}, "patch_size": 4},
     ),
-    _pixtral_text,
+    _pixtral_text(8),
     _of_pixtral,
     {"patch_size": 8},
+)
+PIXTRAL_12B = Conversations(
+    MISTRAL3.family._replace(
+        model_type="llava",
+        config={
+            "vision_feature_select_strategy": "full",
+            "vision_config": {"model_type": "pixtral", "patch_size": 4},
+        },
+    ),
+    _pixtral_text(4),
+    _of_pixtral,
+    {"patch_size": 4},
+    name="llava-pixtral",
 )
 LFM2 = Conversations(
     _BASE._replace(
@@ -210,6 +235,37 @@ LLAVA_NEXT = Conversations(
         vision_feature_select_strategy="default",
     ),
     _of_anyres,
+)
+GRANITE_VISION = Conversations(
+    _BASE._replace(
+        model_type="llava_next",
+        config={
+            "vision_feature_select_strategy": "full",
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "image_size": 56,
+                "patch_size": 7,
+            },
+        },
+        kind="LlavaNextImageProcessor",
+        size={
+            "size": {"height": 56, "width": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+            "image_grid_pinpoints": _PINPOINTS,
+        },
+    ),
+    replaced(
+        "llava_next",
+        "LlavaNextProcessor",
+        image_token="<image>",
+        patch_size=7,
+        num_additional_image_tokens=0,
+        vision_feature_select_strategy="full",
+    ),
+    _of_anyres,
+    name="llava_next-siglip",
 )
 _MORE_PINPOINTS = [*_PINPOINTS, [168, 168]]
 ONEVISION = Conversations(
@@ -317,9 +373,10 @@ def _qwen(model_type: str) -> Conversations:
 
 
 ALL: Mapping[str, Conversations] = {
-    one.family.model_type: one
+    one.tiny: one
     for one in (
         *(SMOLVLM, IDEFICS3, MISTRAL3, LFM2, LLAVA_NEXT, ONEVISION, INTERNVL),
+        *(PIXTRAL_12B, GRANITE_VISION),
         *(_qwen("qwen3_vl"), _qwen("qwen3_vl_moe"), _qwen("qwen3_5"), MINICPM),
     )
 }

@@ -9,7 +9,7 @@ from typing import Any
 from sdk.loaders.folders.folder_file import folder_file
 from sdk.loaders.folders.safetensors_reader import StoredTensor
 from sdk.loaders.json_file import read_json
-from sdk.models.vision.family import VISION, WHOLE, family, vision_of
+from sdk.models.vision.family import VISION, WHOLE, family, family_in, vision_of
 from sdk.quant.checkpoint import VISION_ROOT
 
 #: Files of preprocessing: of transformers 4, and of transformers 5, in which it is a part.
@@ -48,9 +48,9 @@ def named(
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors with our names for those of the tower, and these names by the files'."""
     vision = vision_of(config)
-    own = None if vision is None else family(config[WHOLE]["model_type"])
-    if vision is None or own is None:
+    if vision is None:
         return tensors, {}
+    own = family_in(vision.family)
     found, renamed = dict[str, StoredTensor](), dict[str, str]()
     for name, stored in tensors.items():
         ours = own.names.ours(stored.name, vision.tower.num_layers)

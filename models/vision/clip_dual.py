@@ -59,6 +59,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         positions=side**2 + 1,
         one_size=True,
         class_token=True,
+        norm_before=True,
         stand_in=0,
         dual=True,
     )
@@ -87,6 +88,5 @@ FAMILY = Family(
     read,
     projector,
     positions=learned,
-    norm_before=True,
     norm_after=True,
 )

@@ -30,6 +30,9 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Color = tuple[float, float, float]
 
+#: The key of the layers whose results the text model reads.
+FEATURE_LAYER = "vision_feature_layer"
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
@@ -121,6 +124,11 @@ class VisionConfig:
     #: Each tile begins with a token of the class. Text models read all other rows, the projector
     #: of a dual encoder this one alone.
     class_token: bool = False
+    #: A norm comes before the first layer.
+    norm_before: bool = False
+    #: After how many layers come the results that are side by side in what the projector reads, in
+    #: this order (Granite Vision reads four); empty: those of the last layer alone.
+    side_by_side: tuple[int, ...] = ()
     #: The token whose embeddings for each layer those of images have
     #: (:mod:`sdk.models.layer_inputs`); ``None``: the text model has none.
     stand_in: int | None = None
@@ -141,6 +149,11 @@ class VisionConfig:
     def joined(self) -> int:
         """Rows that come out of the layers for each token."""
         return (self.merge // self.inner) ** 2
+
+    @property
+    def projected_width(self) -> int:
+        """Features of a row that the projector reads."""
+        return self.tower.hidden_size * max(len(self.side_by_side), 1)
 
     @property
     def tile_side(self) -> int:
@@ -197,20 +210,34 @@ def encoder_config(
 
 
 def layers_until(whole: Fields, layers: int, default: int) -> int:
-    """How many of a tower's ``layers`` run: ``vision_feature_layer`` is the one whose input the
-    text model reads, or counts from the end, -1 what comes out of the last layer.
+    """How many of a tower's ``layers`` run: see :func:`layers_read`.
 
     :raises UnsupportedError: the text reads several.
     """
-    key = "vision_feature_layer"
-    found = whole.values.get(key, default)
-    if isinstance(found, (list, tuple)) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, (list, tuple)):
-        raise UnsupportedError(f"config: {key}: expected one layer, found {list(found)[:8]}")
-    if type(found) is not int or not 1 <= (found if found >= 0 else layers + 1 + found) <= layers:
-        whole.fail(key, f"a layer of {layers}, or -1 to -{layers}", found)
-    return found if found >= 0 else layers + 1 + found
+    found = layers_read(whole, layers, default)
+    if len(found) > 1:
+        given = list(whole.values[FEATURE_LAYER])[:8]
+        raise UnsupportedError(f"config: {FEATURE_LAYER}: expected one layer, found {given}")
+    return found[0]
+
+
+def layers_read(whole: Fields, layers: int, default: int) -> tuple[int, ...]:
+    """After how many of a tower's ``layers`` the text model reads their results, one or several in
+    the order of ``vision_feature_layer``: that counts the layers before, or from the end, -1 what
+    comes out of the last layer.
+
+    :raises CheckpointError: there is no such layer.
+    """
+    given = whole.values.get(FEATURE_LAYER, default)
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not 1 <= len(found) <= layers or any(
+        type(one) is not int or not 1 <= (one if one >= 0 else layers + 1 + one) <= layers
+        for one in found
+    ):
+        whole.fail(
+            FEATURE_LAYER, f"a layer of {layers}, or -1 to -{layers}, or a list of such", given
+        )
+    return tuple(one if one >= 0 else layers + 1 + one for one in found)
 
 
 def color(fields: Fields, key: str, default: Color) -> Color:

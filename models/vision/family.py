@@ -142,8 +142,7 @@ class Family(NamedTuple):
     ``model.positions``. ``frequencies(config)``: of the rotation of queries and keys, float32, and
     for each one whether it turns by the row (0) or the column (1), int32.
     ``mmproj``: ``None`` where GGUF files of the tower are not supported.
-    ``norm_before``, ``norm_after``: the tower has a norm before its first layer
-    (``model.norm_before``) or after its last one (``model.norm``).
+    ``norm_after``: the tower has a norm after its last layer (``model.norm``).
     ``of_images``: keys of the text part of a config that are about prompts with images alone.
     ``recentred``: the model itself doubles what its processor makes of a pixel and subtracts 1.
     """
@@ -157,7 +156,6 @@ class Family(NamedTuple):
     positions: Callable[[VisionConfig, Array, Places], Array] | None = None
     frequencies: Callable[[VisionConfig], tuple[Array, NDArray[np.int32]]] | None = None
     mmproj: MmprojRules | None = None
-    norm_before: bool = False
     norm_after: bool = False
     recentred: bool = False
     of_images: tuple[str, ...] = ()
@@ -191,25 +189,37 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 )
 
 
+#: The modules of families whose towers have another type than the others of the same
+#: ``model_type``: by both types.
+OTHER_TOWERS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {("llava", "pixtral"): "llava_pixtral"}
+)
+
 #: The type of the text model by the version in a config of MiniCPM-V, which does not name it.
 MINICPMV_TEXTS: Mapping[str, str] = MappingProxyType(
     {"2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
 )
 
 
-def family(model_type: object) -> Family | None:
-    """The family of the vision model with this type; ``None``: its images are not supported."""
-    module = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if module is None:
+def family(model_type: object, tower: object = None) -> Family | None:
+    """The family of the vision model with this type, whose tower has that one; ``None``: its images
+    are not supported."""
+    if not isinstance(model_type, str):
         return None
+    own = FAMILIES.get(model_type)
+    module = OTHER_TOWERS.get((model_type, tower), own) if isinstance(tower, str) else own
+    return None if module is None else family_in(module)
+
+
+def family_in(module: str) -> Family:
+    """The family of a module of ``models/vision``."""
     found: Family = import_module(f"sdk.models.vision.{module}").FAMILY
     return found
 
 
 def families() -> list[Family]:
     """All families."""
-    types = {module: name for name, module in FAMILIES.items()}
-    return [own for name in types.values() if (own := family(name)) is not None]
+    return [family_in(module) for module in {*FAMILIES.values(), *OTHER_TOWERS.values()}]
 
 
 def text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +238,7 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     whole, vision = config.get(WHOLE, config), config.get(VISION)
     if not isinstance(whole, Mapping) or not isinstance(vision, Mapping) or not vision:
         return None
-    own = family(whole.get("model_type"))
+    own = family(whole.get("model_type"), vision.get("model_type"))
     if own is None:
         return None
     text = config.get("text_config", config)

@@ -1,6 +1,8 @@
-"""LLaVA 1.5 with the tower of CLIP: tiles of one size, the layer before the last one, two matrices.
+"""LLaVA 1.5 with the tower of CLIP or of SigLIP: tiles of one size, one or several layers of the
+tower, two matrices.
 
-transformers' modeling_llava.py and modeling_clip.py; Liu et al. 2023, arXiv 2310.03744.
+transformers' modeling_llava.py, modeling_clip.py and modeling_siglip.py; Liu et al. 2023, arXiv
+2310.03744.
 """
 
 from __future__ import annotations
@@ -15,45 +17,71 @@ from sdk.models.vision.config import (
     MAX_SIDE,
     VisionConfig,
     encoder_config,
-    layers_until,
+    layers_read,
     only,
     square_tiles,
 )
 from sdk.models.vision.family import SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import learned
-from sdk.models.vision.siglip import LAYER, LAYER_NAMES, LAYERS, PREFIXES, WHOLE_NAMES
+from sdk.models.vision.siglip import (
+    LAYER,
+    LAYER_NAMES,
+    LAYERS,
+    PREFIXES,
+    WHOLE_NAMES,
+    siglip_config,
+)
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.source import Source
+    from sdk.models.vision.config import EncoderSpec
     from sdk.models.vision.projectors import JoinedMLP
 
 
+#: The types of the towers with a class token and without one.
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+
+
 def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
-    only(vision, "model_type", "clip_vision_model")
-    only(whole, "vision_feature_select_strategy", "default")
+    tower = vision.text("model_type", default=CLIP)
+    if tower not in (CLIP, SIGLIP):
+        raise UnsupportedError(
+            f"{vision.where}: model_type: expected {CLIP!r}, {SIGLIP!r} or 'pixtral', found "
+            f"{tower[:80]!r}: images of such a model are not supported"
+        )
+    siglip = tower == SIGLIP
+    only(whole, "vision_feature_select_strategy", "full" if siglip else "default")
+    read = layers_read(whole, vision.count("num_hidden_layers", 512, default=12), -2)
     patch, side = square_tiles(vision)
     key = "image_token_id" if whole.has("image_token_id") else "image_token_index"
     activation = whole.text("projector_hidden_act", default="gelu")
+    more = int(not siglip)
     return VisionConfig(
         "llava",
-        encoder_config(
-            vision,
-            eps=vision.positive("layer_norm_eps", default=1e-5),
-            activation=vision.text("hidden_act", default="quick_gelu"),
-            layers=layers_until(whole, vision.count("num_hidden_layers", 512, default=12), -2),
-        ),
+        siglip_config(vision, max(read))[0] if siglip else _clip(vision, max(read)),
         patch,
         text.count("hidden_size", MAX_WIDTH),
         token_id=whole.count(key, 1 << 24, default=32000),
-        max_patches=side**2 + 1,
+        max_patches=side**2 + more,
         max_tokens=side**2,
         mean=CLIP_MEAN,
         std=CLIP_STD,
-        positions=side**2 + 1,
+        positions=side**2 + more,
         one_size=True,
         projector_activation=activation_named(activation, "projector_hidden_act"),
-        class_token=True,
+        class_token=not siglip,
+        norm_before=not siglip,
+        side_by_side=read if len(read) > 1 else (),
+    )
+
+
+def _clip(vision: Fields, layers: int) -> EncoderSpec:
+    return encoder_config(
+        vision,
+        eps=vision.positive("layer_norm_eps", default=1e-5),
+        activation=vision.text("hidden_act", default="quick_gelu"),
+        layers=layers,
     )
 
 
@@ -66,24 +94,31 @@ def projector(source: Source, config: VisionConfig) -> JoinedMLP:
 def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Files have the layers up to the one that the text reads. Those of LLaVA-Next have sizes of
-    larger pictures. llama.cpp's convert_hf_to_gguf.py writes none of LLaVA's files; its older
-    script also writes towers of SigLIP, which have no class token.
+    """Files have the layers up to the last one that the text reads. Those of LLaVA-Next have sizes
+    of larger pictures. llama.cpp's convert_hf_to_gguf.py writes none of LLaVA's files; its older
+    script also writes towers of SigLIP, which have no class token: those of Granite Vision are
+    read.
 
-    :raises UnsupportedError: this is one: what becomes of larger pictures is not in such a file.
+    :raises UnsupportedError: another one of SigLIP: what becomes of larger pictures is not in such
+        a file.
     """
-    if "v.class_embd" not in keys.values[SHAPES]:
+    siglip = "v.class_embd" not in keys.values[SHAPES]
+    granite = text.get("model_type") == "granite" and "image_grid_pinpoints" in keys.values
+    if siglip and not granite:
         raise UnsupportedError(
             "mmproj: expected the tower of CLIP, with a class token (v.class_embd), found one "
-            "without (LLaVA with SigLIP, such as LLaVA-OneVision and Granite Vision): load the "
-            "text alone (limit_mm_per_prompt={'image': 0}), or, of LLaVA-OneVision, open the "
-            "folder of its safetensors files"
+            "without, and not that of Granite Vision (LLaVA with SigLIP, such as LLaVA-OneVision): "
+            "load the text alone (limit_mm_per_prompt={'image': 0}), or open the folder of the "
+            "model's safetensors files"
         )
-    vision = {**common, "model_type": "clip_vision_model"}
+    vision = {**common, "model_type": SIGLIP if siglip else CLIP}
     whole: dict[str, Any] = {
         "model_type": "llava",
         "vision_feature_layer": keys.values.get("feature_layer", -1),
     }
+    if siglip:  # the script knows no name for the activation of all towers of SigLIP
+        vision["hidden_act"] = "gelu_pytorch_tanh"
+        whole["vision_feature_select_strategy"] = "full"
     if sides := keys.values.get("image_grid_pinpoints"):
         pairs = list(zip(sides[::2], sides[1::2], strict=False))
         whole |= {"model_type": "llava_next", "image_grid_pinpoints": pairs}
@@ -119,7 +154,7 @@ FAMILY = Family(
     projector,
     mmproj=MmprojRules(
         ("mlp",),
-        ("llama", "mistral", "qwen2"),
+        ("llama", "mistral", "qwen2", "granite"),
         ("<image>",),
         mmproj_config,
         lambda keys: {
@@ -132,5 +167,4 @@ FAMILY = Family(
         last="mm.2.weight",
     ),
     positions=learned,
-    norm_before=True,
 )

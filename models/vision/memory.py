@@ -40,10 +40,11 @@ def workspace_bytes(config: VisionConfig, patches: int) -> int:
     embedded = patches * (2 * pixels + pixels // 4 + 3 * width)
     attention = patches * (4 * heads + 4 * width)
     mlp = patches * (3 * c.intermediate_size + 5 * width)
-    middle = max(width * config.joined, config.projector_width, config.hidden_size)
+    middle = max(config.projected_width * config.joined, config.projector_width, config.hidden_size)
     projected = patches * 6 * width + tokens * (middle + 2 * config.hidden_size)
     if config.queries:  # keys and values of a tile, and what they are made of
         tile = min(patches, config.max_patches) + PAGE_SIZE
         projected = 6 * tile * config.hidden_size + 2 * patches * width
     results = 2 * tokens * config.features * config.hidden_size
+    results += patches * width * len(config.side_by_side)  # until the last of these layers has run
     return 4 * int(pages + max(embedded, attention, mlp, projected) + results)

@@ -19,9 +19,8 @@ from sdk.models.vision.config import (
     layers_until,
     square,
 )
-from sdk.models.vision.family import PROCESSOR, Family, MmprojRules, VisionNames
+from sdk.models.vision.family import PROCESSOR, SHAPES, Family, MmprojRules, VisionNames
 from sdk.models.vision.positions import taking_turns
-from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.models.source import Source
@@ -83,6 +82,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         projector_activation=activation_named(activation, "projector_hidden_act"),
         mean=CLIP_MEAN,
         std=CLIP_STD,
+        norm_before=True,
     )
 
 
@@ -95,17 +95,14 @@ def projector(source: Source, config: VisionConfig) -> MergedMLP:
 def mmproj_config(
     common: dict[str, Any], keys: Fields, text: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """:raises UnsupportedError: a file of Pixtral 12B, which merges no patches."""
+    """Files of Pixtral 12B (:mod:`sdk.models.vision.llava_pixtral`) merge no patches."""
+    vision = {**common, "model_type": "pixtral", "rope_theta": 10000.0}
     merge = keys.count("spatial_merge_size", 64, default=1)
+    if (merge > 1) != ("mm.patch_merger.weight" in keys.values[SHAPES]):
+        keys.fail("spatial_merge_size", "more than 1 where there is mm.patch_merger.weight", merge)
     if merge == 1:
-        raise UnsupportedError(
-            f"{keys.where}.spatial_merge_size: expected 2 (Mistral Small 3, Ministral 3), found 1: "
-            "images of Pixtral 12B are not supported"
-        )
-    return (
-        {**common, "model_type": "pixtral", "rope_theta": 10000.0},
-        {"model_type": "mistral3", "spatial_merge_size": merge},
-    )
+        return vision, {"model_type": "llava", "vision_feature_select_strategy": "full"}
+    return vision, {"model_type": "mistral3", "spatial_merge_size": merge}
 
 
 FAMILY = Family(
@@ -138,7 +135,8 @@ FAMILY = Family(
         lambda keys: {"size": {"longest_edge": keys.count("image_size", 1 << 16)}},
         gelu="gelu",
         interleaved_qk=True,
+        # a row of the text model's embeddings, which the prompt has as a token
+        unused=("v.token_embd.img_break",),
     ),
     frequencies=taking_turns,
-    norm_before=True,
 )

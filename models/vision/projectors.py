@@ -140,7 +140,7 @@ class JoinedMLP:
 
     def __init__(self, source: Source, config: VisionConfig, *, norm: bool) -> None:
         self.ops, self.activation = source.ops, config.projector_activation
-        self.width = config.tower.hidden_size * config.joined
+        self.width = config.projected_width * config.joined
         middle = config.projector_width or config.hidden_size
         self.norm: Norm | None = None
         if norm:

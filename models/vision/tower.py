@@ -24,7 +24,7 @@ from sdk.models.source import Source
 from sdk.models.vision.anyres import Packer
 from sdk.models.vision.clipped import ClippedSource
 from sdk.models.vision.config import MAX_SIDE, EncoderSpec, VisionConfig
-from sdk.models.vision.family import FAMILIES, Family, Queries, family, vision_of
+from sdk.models.vision.family import Family, Queries, family_in, vision_of
 from sdk.models.vision.image import ImageInput
 from sdk.models.vision.inner import InnerMerger
 from sdk.models.vision.memory import workspace_bytes
@@ -107,8 +107,7 @@ def build_tower(
     facts = vision_of(checkpoint.config if config is None else config)
     if facts is None:
         return None
-    own = family(next(name for name, module in FAMILIES.items() if module == facts.family))
-    assert own is not None
+    own = family_in(facts.family)
     layers = _layers(facts.tower)
     if not _in_float32(checkpoint):
         ops = ops.rounding()
@@ -182,7 +181,7 @@ class Tower:
         if config.class_token:
             self.class_row = _class_row(source, config, self.positions)
         self.norm_before: Norm | None = None
-        if own.norm_before:
+        if config.norm_before:
             self.norm_before = source.norm("model.norm_before")
         self.layers = [
             Layer(source, f"model.layers.{i}", i, own.layer) for i in range(self.num_layers)
@@ -334,6 +333,8 @@ class TileGroup:
             self._windows = Steps(windows, size, ops, angles, self._parts)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
+        #: Of the layers whose results are side by side in what the projector reads.
+        self._read: dict[int, Tensor] = {}
         #: The tokens, float32 ``[tokens, features * hidden]``, when all parts have run.
         self.rows: Tensor | None = None
         self._run = self._each_part()
@@ -355,6 +356,8 @@ class TileGroup:
                 )
             else:
                 yield from self._layer_in_parts(layer, steps)
+            if number + 1 in tower.config.side_by_side:
+                self._read[number + 1] = self._patches_alone(self._stream())
             if number in tower.config.deepstack:
                 project = tower.deepstack[len(deepstack)]
                 deepstack.append((yield from self._projected(project, self._stream())))
@@ -488,11 +491,17 @@ class TileGroup:
         """What the projector reads, float32 ``[patches, width]``."""
         tower, ops = self._tower, self._tower.ops
         assert self._residual is not None
+        if self._read:
+            return torch.cat([self._read[number] for number in tower.config.side_by_side], dim=1)
         if tower.norm is None:
             x = ops.add(self._residual, self._delta)
         else:
             x, _ = ops.add_norm(self._delta, self._residual, tower.norm, wide=True)
-        return x if self._kept is None else ops.select_rows(x, self._kept)
+        return self._patches_alone(x)
+
+    def _patches_alone(self, x: Tensor) -> Tensor:
+        """Without the rows that begin tiles (of a dual encoder without those of patches)."""
+        return x if self._kept is None else self._tower.ops.select_rows(x, self._kept)
 
 
 #: Rows from the first to before the last, and the batch in which they run.

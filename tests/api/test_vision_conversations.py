@@ -41,14 +41,12 @@ def write_model(one: Conversations, folder: Path) -> None:
     """A folder with weights, tokenizer and the settings of preprocessing."""
     family = one.family
     write_tokenizer(family, folder)
-    given = MODELS[family.model_type]
+    given = MODELS[one.tiny]
     key = next(name for name in given if name.startswith("image_token"))
     end = token_of(family, folder, family.specials[0])
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
     text = {**given["text_config"], "vocab_size": 320, "max_position_embeddings": LENGTH, **ends}
-    model = vision_model(
-        family.model_type, text_config=text, **{key: token_of(family, folder)}, **one.model
-    )
+    model = vision_model(one.tiny, text_config=text, **{key: token_of(family, folder)}, **one.model)
     model.save_pretrained(folder)
     settings = {"image_processor_type": family.kind, **family.size}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))

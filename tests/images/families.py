@@ -166,6 +166,7 @@ _MINICPM = Family(
     "<|image_pad|>",
 )
 _SIZES = [[56 * rows, 56 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+_SIZES_OF_112 = [[112 * rows, 112 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 FAMILIES = {
     "gemma3": _GEMMA,
@@ -311,6 +312,49 @@ FAMILIES = {
             patch_size=14,
             num_additional_image_tokens=1,
             vision_feature_select_strategy="default",
+        ),
+        "<image>",
+    ),
+    "llava-siglip": Family(
+        {
+            "model_type": "llava",
+            "vision_config": _tower(112, 14, model_type="siglip_vision_model"),
+            "vision_feature_select_strategy": "full",
+        },
+        ("siglip", "SiglipImageProcessorPil"),
+        {"size": {"height": 112, "width": 112}},
+        replaced(
+            "llava",
+            "LlavaProcessor",
+            image_token="<image>",
+            patch_size=14,
+            num_additional_image_tokens=0,
+            vision_feature_select_strategy="full",
+        ),
+        "<image>",
+    ),
+    "granite-vision": Family(
+        {
+            "model_type": "llava_next",
+            "vision_config": _tower(112, 14, model_type="siglip_vision_model"),
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": _SIZES_OF_112,
+        },
+        ("llava_next", "LlavaNextImageProcessorPil"),
+        {
+            "size": {"height": 112, "width": 112},
+            "crop_size": {"height": 112, "width": 112},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "image_grid_pinpoints": _SIZES_OF_112,
+        },
+        replaced(
+            "llava_next",
+            "LlavaNextProcessor",
+            image_token="<image>",
+            patch_size=14,
+            num_additional_image_tokens=0,
+            vision_feature_select_strategy="full",
         ),
         "<image>",
     ),

@@ -189,7 +189,20 @@ REFUSED: list[tuple[str, str, str, Any, type[Exception], str]] = [
         CheckpointError,
         "image_token_index: expected a tok",
     ),
-    ("llava", "vision_config", "model_type", "pixtral", UnsupportedError, "expected 'clip_vision"),
+    ("llava", "vision_config", "model_type", "dinov2", UnsupportedError, "'pixtral', found 'dino"),
+    ("llava_next", "vision_config", "model_type", "pixtral", UnsupportedError, "or 'pixtral', fou"),
+    ("llava", "", "vision_feature_layer", [], CheckpointError, "expected a layer of 3, or -1"),
+    ("llava", "", "vision_feature_layer", [1, 4], CheckpointError, "expected a layer of 3, or -1"),
+    ("llava", "", "vision_feature_layer", [1, "2"], CheckpointError, "expected a layer of 3, or"),
+    (
+        *("llava-siglip", "", "vision_feature_select_strategy", "default", UnsupportedError),
+        "expected 'full', found 'default'",
+    ),
+    (
+        *("llava-pixtral", "", "vision_feature_select_strategy", "default", UnsupportedError),
+        "expected 'full', found 'default'",
+    ),
+    ("llava-pixtral", "", "vision_feature_layer", [1, 2], UnsupportedError, "expected one layer"),
 ]
 
 

@@ -44,9 +44,28 @@ LLAVA = {
     "multi_modal_projector.linear_2": "mm.2",
     "image_newline": "model.image_newline",
 }
+PIXTRAL = {
+    "vision_tower.patch_conv": "v.patch_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "multi_modal_projector.norm": "mm.input_norm",
+    "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
 FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "llava": ("llama", "mlp", "<image>", {**SIGLIP, **LLAVA}),
     "llava_next": ("llama", "mlp", "<image>", {**SIGLIP, **LLAVA}),
+    "llava_next-siglip": ("granite", "mlp", "<image>", {**SIGLIP, **LLAVA}),
+    "llava-pixtral": ("llama", "pixtral", "[IMG]", PIXTRAL),
     "internvl": (
         "qwen2",
         "internvl",
@@ -154,23 +173,7 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "llama",
         "pixtral",
         "[IMG]",
-        {
-            "vision_tower.patch_conv": "v.patch_embd",
-            "vision_tower.ln_pre": "v.pre_ln",
-            "attention_norm": "ln1",
-            "ffn_norm": "ln2",
-            "attention.q_proj": "attn_q",
-            "attention.k_proj": "attn_k",
-            "attention.v_proj": "attn_v",
-            "attention.o_proj": "attn_out",
-            "feed_forward.gate_proj": "ffn_gate",
-            "feed_forward.up_proj": "ffn_up",
-            "feed_forward.down_proj": "ffn_down",
-            "multi_modal_projector.norm": "mm.input_norm",
-            "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
-            "multi_modal_projector.linear_1": "mm.1",
-            "multi_modal_projector.linear_2": "mm.2",
-        },
+        PIXTRAL,
     ),
     "qwen2_5_vl": (
         "qwen2vl",
@@ -208,9 +211,13 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, str]]] = {
 }
 
 
+def _family(name: str) -> tuple[str, str, str, dict[str, str]]:
+    return FAMILIES.get(name) or FAMILIES[name.partition("-")[0]]
+
+
 def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
     """The file of the text part. ``token``: another name of an image's token."""
-    arch, _, image_token, _ = FAMILIES[name.partition("-")[0]]
+    arch, _, image_token, _ = _family(name)
     config = model.config.text_config
     config.tie_word_embeddings = model.config.tie_word_embeddings
     tensors = {
@@ -235,7 +242,7 @@ def text_file(model: Any, name: str, *, token: str | None = None) -> GgufBytes:
 
 def mmproj_file(model: Any, name: str) -> GgufBytes:
     """The file of the encoder of images, in float32."""
-    _, projector, _, names = FAMILIES[name.partition("-")[0]]
+    _, projector, _, names = _family(name)
     vision = model.config.vision_config
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     patch = vision.patch_size
@@ -243,7 +250,7 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
     if name == "qwen3_vl":
         side = patch * math.isqrt(vision.num_position_embeddings)
     patch, side = (one[0] if isinstance(one, (list, tuple)) else one for one in (patch, side))
-    layers -= name.startswith("llava")  # the text does not read the last one
+    layers -= name in ("llava", "llava_next")  # the text does not read the last one
     file = GgufBytes({"general.architecture": (STRING, "clip"), "general.type": (STRING, "mmproj")})
     file.metadata |= {
         "clip.has_vision_encoder": (BOOL, True),
@@ -256,7 +263,8 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         colors = SimpleNamespace(mean=(0.0,) * 3, std=(1.0,) * 3)
     else:
         activation = "use_silu" if vision.hidden_act == "silu" else "use_gelu"
-        file.metadata[f"clip.{activation}"] = (BOOL, vision.hidden_act != "quick_gelu")
+        named = vision.hidden_act != "quick_gelu" and name != "llava_next-siglip"
+        file.metadata[f"clip.{activation}"] = (BOOL, named)
     facts: dict[str, tuple[int, Any]] = {
         "projection_dim": (U32, model.config.text_config.hidden_size),
         "image_size": (U32, side),
@@ -267,7 +275,7 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         "attention.head_count": (U32, vision.num_attention_heads),
         "attention.layer_norm_epsilon": (
             F32,
-            1e-5 if name == "mistral3" else getattr(vision, "layer_norm_eps", 1e-6),
+            1e-5 if projector == "pixtral" else getattr(vision, "layer_norm_eps", 1e-6),
         ),
         "image_mean": (ARRAY, (F32, list(colors.mean))),
         "image_std": (ARRAY, (F32, list(colors.std))),
@@ -283,6 +291,9 @@ def mmproj_file(model: Any, name: str) -> GgufBytes:
         for own, part in _parts(theirs, values.detach().float(), name):
             data = np.ascontiguousarray(part.numpy(), "<f4")
             file.tensors[own] = (data.shape[::-1], 0, data.tobytes())
+    if projector == "pixtral":  # the row of a token, which llama.cpp puts between rows of patches
+        row = model.get_input_embeddings().weight[91].detach().float().numpy()
+        file.tensors["v.token_embd.img_break"] = (row.shape, 0, row.tobytes())
     return file
 
 
@@ -305,13 +316,16 @@ def _own_facts(model: Any, name: str) -> dict[str, tuple[int, Any]]:
         }
     if name == "lfm2_vl" or name.startswith("gemma4"):
         return {"projector.scale_factor": (U32, 2)}
+    if name == "llava-pixtral":
+        return {}
     if name.startswith("llava"):
+        read = [1, 2, 3] if name == "llava_next-siglip" else [2]
         sizes = getattr(model.config, "image_grid_pinpoints", [])
         more = {
             "image_grid_pinpoints": (ARRAY, (I32, [side for size in sizes for side in size])),
             "mm_patch_merge_type": (STRING, "spatial_unpad"),
         }
-        own = {"projection_dim": (U32, 768), "feature_layer": (ARRAY, (I32, [2]))}
+        own = {"projection_dim": (U32, 768), "feature_layer": (ARRAY, (I32, read))}
         return {**own, **(more if sizes else {})}
     if name == "internvl":
         return {"projector.scale_factor": (U32, 2), "preproc_max_tiles": (U32, 6)}
@@ -344,7 +358,8 @@ def _parts(name: str, values: Tensor, family: str) -> list[tuple[str, Tensor]]:
     if family == "qwen2_5_vl" and "attn_qkv" in name:
         parts = values.chunk(3)
         return [(name.replace("qkv", part), own) for part, own in zip("qkv", parts, strict=True)]
-    if family == "mistral3" and name.endswith(("attn_q.weight", "attn_k.weight")):
+    turned = name.endswith(("attn_q.weight", "attn_k.weight"))
+    if turned and family in ("mistral3", "llava-pixtral"):
         pairs = values.view(3, 2, 12, -1)  # heads, halves, features of a half
         return [(name, pairs.transpose(1, 2).reshape(values.shape))]
     if family == "lfm2_vl" and name == "v.patch_embd.weight":  # of pixels, colors last

@@ -81,6 +81,15 @@ GEMMA4: dict[str, Any] = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 600,
 }
+PIXTRAL: dict[str, Any] = {
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 64,
+    "patch_size": 4,
+    "head_dim": 24,
+}
 #: Families whose images have any shape.
 FREE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MODELS: dict[str, dict[str, Any]] = {
@@ -159,6 +168,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
         "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56]],
     },
+    # several layers of the tower, and one without a class token
+    "llava-layers": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_token_index": 90,
+        "vision_feature_layer": [-2, -3],
+    },
+    "llava-siglip": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+        "image_token_index": 90,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+    # Granite Vision
+    "llava_next-siglip": {
+        "text_config": {**TEXT, "model_type": "granite"},
+        "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+        "image_token_index": 90,
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56]],
+        "vision_feature_layer": [-3, -2, -1],
+        "vision_feature_select_strategy": "full",
+    },
+    # Pixtral 12B
+    "llava-pixtral": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**PIXTRAL, "model_type": "pixtral"},
+        "image_token_index": 90,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
     "llava_onevision": {
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
@@ -189,15 +229,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
-        "vision_config": {
-            "hidden_size": 72,
-            "intermediate_size": 104,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
-            "image_size": 64,
-            "patch_size": 4,
-            "head_dim": 24,
-        },
+        "vision_config": PIXTRAL,
         "image_token_index": 90,
         "vision_feature_layer": -2,
         "multimodal_projector_bias": True,
@@ -308,6 +340,8 @@ def expected_rows(model: Any, config: VisionConfig, images: list[ImageInput]) ->
     """What transformers makes of each image."""
     name = model.config.model_type
     rows = _qwen_rows if name in FREE else _OTHERS.get(name, _rows)
+    if config.family == "llava_pixtral":
+        rows = _pixtral_rows
     return [rows(model, config, own) for own in images]
 
 
@@ -358,11 +392,12 @@ def _idefics_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
         return _joined(model.get_image_features(pixel_values=pixels[None]).pooler_output)
 
 
-def _mistral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
+def _pixtral_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
     [tile] = own.tiles
     pixels, sizes = normalized(tile, config)[None], torch.tensor([tile.shape[:2]])
     with torch.no_grad():
-        return _joined(model.get_image_features(pixels, sizes).pooler_output)
+        found = model.get_image_features(pixel_values=pixels, image_sizes=sizes)
+    return _joined(found.pooler_output)
 
 
 def _siglip2_rows(model: Any, config: VisionConfig, own: ImageInput) -> Tensor:
@@ -409,7 +444,7 @@ _OTHERS = {
     "lfm2_vl": _siglip2_rows,
     "siglip2": _siglip2_rows,
     "minicpmv4_6": _minicpm_rows,
-    "mistral3": _mistral_rows,
+    "mistral3": _pixtral_rows,
     "smolvlm": _idefics_rows,
 }
 
