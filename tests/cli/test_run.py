@@ -432,7 +432,7 @@ def test_images_that_cannot_be_used_are_refused(
     monkeypatch.setattr(run, "opened", lambda args, adapters: FakeLLM("Red."))
     with pytest.raises(RequestError, match="--image: this model reads text only"):
         run.run(parse("m.gguf", "What?", "--image", str(photo)))
-    with pytest.raises(RequestError, match=r"--image: expected a file, found 'nowhere.png'"):
+    with pytest.raises(RequestError, match=r"--image: expected an image, found .nowhere.png."):
         run.run(parse("m.gguf", "What?", "--image", "nowhere.png"))
     with pytest.raises(RequestError, match="--image: expected a conversation, found --raw"):
         run.run(parse("m.gguf", "What?", "--raw", "--image", str(photo)))
