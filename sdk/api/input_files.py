@@ -49,4 +49,4 @@ def read_text(option: str, path: Name, expected: str = "a file of text in UTF-8"
 def no_text(option: str, path: Name, error: UnicodeDecodeError) -> RequestError:
     """The error of an option whose file is no text."""
     where = f"{error.reason} at byte {error.start}"
-    return RequestError(f"{option}: {os.fspath(path)}: expected text in UTF-8, found {where}")
+    return RequestError(f"{option}: expected text in UTF-8, found {where} of {os.fspath(path)}")

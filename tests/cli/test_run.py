@@ -412,7 +412,7 @@ def test_images_in_a_chat(photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     err = capsys.readouterr().err
     assert "with the next message: no image" in err
     assert f"with the next message: {photo}" in err
-    assert "/image: expected a file, found 'nowhere.png'" in err
+    assert "/image: expected an image, found 'nowhere.png', which" in err
     assert "does not see the oldest turns" not in err
     llm.close()
 

@@ -51,6 +51,7 @@ def measured(model: Path, options: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise RuntimeError(done.stderr)
+    print(*(line for line in done.stderr.splitlines() if line.startswith("weight cache: ")))
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -89,6 +90,9 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     loaded = _status("VmHWM") - before
     if opening:
         llm.generate({"prompt_token_ids": [5, 9, 30]}, _one_token(), use_tqdm=False)
+        if (store := llm._runner().weights.weight_store) is not None:
+            store.wait()  # else nothing is kept for the next opening
+            print(f"weight cache: {store}", file=sys.stderr)
     else:
         _serve(llm)
     if structured:
