@@ -51,7 +51,9 @@ def measured(model: Path, options: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    print(*(line for line in done.stderr.splitlines() if line.startswith("weight cache: ")))
+    for line in done.stderr.splitlines():
+        if line.startswith("weight cache: "):
+            print(line, file=sys.stderr)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
