@@ -77,7 +77,10 @@ def open_checkpoint(
 
 
 def _existing(mmproj: str | Path) -> Path:
-    path = existing_path(mmproj)
+    try:
+        path = existing_path(mmproj)
+    except CheckpointError as error:
+        raise CheckpointError(f"mmproj: {error}") from None
     if path is None or path.is_dir():
         raise CheckpointError(f"mmproj: {mmproj}: expected a GGUF file, found none")
     return path
@@ -176,7 +179,8 @@ def existing_path(model: str | Path) -> Path | None:
     try:
         return path if path.exists() else None
     except (OSError, ValueError) as error:  # a NUL in the name, a name too long
-        raise CheckpointError(f"{str(model)[:200]!r}: not a usable path: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{str(model)[:200]!r}: expected a usable path: {reason}") from None
 
 
 def _in_folder(folder: Path, filename: str) -> Path:

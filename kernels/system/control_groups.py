@@ -1,10 +1,12 @@
-"""The memory limits of the control groups of this process, which containers use.
+"""The limits of memory and CPU time of the control groups of this process, as containers have them.
 
 Each group up to the mounted root may have its own limit, and the tightest one counts. A group's
 file pages count as free, because the system drops them before it kills a process. ``memory.high``
-counts as a limit, because the system slows a process down to a halt beyond it.
+counts as a limit, because the system slows a process down to a halt beyond it. A quota of CPU time
+is for each period (0.1 s unless set): whoever has used it up stands still until the next one.
 Sources: cgroups(7), proc(5), the kernel's cgroup-v2.rst (memory.max, memory.high, memory.current)
-and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes).
+and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes); cpu.max in cgroup-v2.rst,
+cpu.cfs_quota_us and cpu.cfs_period_us in scheduler/sched-bwc.rst.
 """
 
 from __future__ import annotations
@@ -43,17 +45,37 @@ _VERSIONS = {
 
 def group_memory(root: Path = Path("/")) -> MemoryLimit | None:
     """``None``: this process has no limit. ``root`` is the folder that contains proc and sys."""
-    every = (_memory(folder, files) for folder, files in _groups(root))
+    every = (_memory(folder, _VERSIONS[kind]) for folder, kind in _groups(root, "memory"))
     found = [memory for memory in every if memory is not None]
     if not found:
         return None
     return MemoryLimit(min(m.limit for m in found), min(m.available for m in found))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of the groups that this process is in, from its own up to the mounted root."""
-    own = dict(_own_groups(root))
-    for fields, kind in _mounts(root):
+def group_cpus(root: Path = Path("/")) -> float | None:
+    """How many CPUs' time this process may use; ``None``: as much as there is. ``root``: see
+    :func:`group_memory`."""
+    found = [_cpus(folder, kind) for folder, kind in _groups(root, "cpu")]
+    return min((cpus for cpus in found if cpus is not None), default=None)
+
+
+def _cpus(folder: Path, kind: str) -> float | None:
+    """The quota of one group in periods of its own."""
+    if kind == "cgroup2":
+        words = [word for line in _lines(folder / "cpu.max") for word in line.split()]
+    else:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [line for name in names for line in _lines(folder / name)]
+    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
+        return None  # "max", or -1 in version 1
+    return int(words[0]) / int(words[1])
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
+    """The folders of the groups that this process is in, from its own up to the mounted root, and
+    the type of their file system."""
+    own = dict(_own_groups(root, controller))
+    for fields, kind in _mounts(root, controller):
         path = own.get(kind)
         if path is None:
             continue
@@ -63,27 +85,27 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         inside = below.is_relative_to(fields[3]) and ".." not in below.parts
         folder = top / below.relative_to(fields[3]) if inside else top
         for group in (folder, *folder.parents):
-            yield group, _VERSIONS[kind]
+            yield group, kind
             if group == top:
                 break
 
 
-def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
-    """(type of file system, path of the group) of the hierarchies that may limit memory."""
+def _own_groups(root: Path, controller: str) -> Iterator[tuple[str, str]]:
+    """(type of file system, path of the group) of the hierarchies that may have the controller."""
     for line in _lines(root / "proc" / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield "cgroup2", path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             yield "cgroup", path
 
 
-def _mounts(root: Path) -> Iterator[tuple[list[str], str]]:
+def _mounts(root: Path, controller: str) -> Iterator[tuple[list[str], str]]:
     """Their mounts: the fields of mountinfo (3: root, 4: mount point), and the type."""
     for line in _lines(root / "proc" / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             yield before.split(" "), kind
 
 

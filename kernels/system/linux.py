@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.system.control_groups import group_memory
+from sdk.kernels.system.control_groups import group_cpus, group_memory
 from sdk.kernels.system.posix import Posix
 from sdk.kernels.system.services import MemoryLimit
 
@@ -96,7 +96,10 @@ class Linux(Posix):
         return frozenset(os.sched_getaffinity(0))
 
     def num_cpus(self) -> int:
-        return len(os.sched_getaffinity(0))
+        """At most as many as the control group's quota pays for. Threads of a step wait for each
+        other: with more of them, all wait for the next period of the quota, up to 0.1 s."""
+        count, quota = len(os.sched_getaffinity(0)), group_cpus()
+        return count if quota is None else max(1, min(count, int(quota)))
 
     def core_kinds(self) -> tuple[int, ...]:
         """Hybrid x86 processors name their kinds; others say how fast each CPU can be."""

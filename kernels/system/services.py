@@ -107,7 +107,8 @@ class Services(ABC):
         """The numbers of the logical CPUs that this process may run on."""
 
     def num_cpus(self) -> int:
-        """How many :meth:`cpus` there are; on macOS only the fast ones count, see there."""
+        """How many threads should compute at once: one for each of :meth:`cpus`; on macOS only the
+        fast ones count, on Linux no more than a quota of CPU time pays for."""
         return len(self.cpus())
 
     def core_kinds(self) -> tuple[int, ...]:

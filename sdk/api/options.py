@@ -98,7 +98,8 @@ class EngineOptions(TypedDict, total=False):
     otherwise the CPU, and `load_warnings` and `explain()` say why. `"cpu"`; `"cuda"`: NVIDIA or AMD
     GPUs through Triton, one for each rank, not run on a card yet. Default: `"auto"`."""
     num_threads: int | None
-    """Threads in this engine's own pool. Default: CPUs of this process."""
+    """Threads in this engine's own pool. Default: CPUs of this process, at most its container's
+    quota."""
     max_model_len: int | None
     """Tokens of one request, prompt and answer together. Default: the model's context, or what the
     KV cache can hold if that is less."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import read_text
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
@@ -105,10 +105,7 @@ def read_token(token: object, file: str | os.PathLike[str] | None) -> bytes:
     if (token is None) == (file is None):
         raise RequestError("token: expected a token or a token_file, and not both")
     if file is not None:
-        try:
-            token = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            raise RequestError(f"token_file {os.fspath(file)}: {error}") from error
+        token = read_text("token_file", file, "a file with a token").strip()
     if not isinstance(token, str) or len(token) < MIN_TOKEN:
         raise RequestError(
             f"token: expected at least {MIN_TOKEN} characters that nobody can guess; "

@@ -19,6 +19,7 @@ from sdk.api.errors import RequestError
 from sdk.bench.engines import OURS, Engines, Peer, PeerError
 from sdk.bench.report import Result
 from sdk.bench.settings import DECODE_PROMPT, Settings, make_load
+from sdk.cli.lora_arguments import add_adapter
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -80,7 +81,7 @@ def _measure_own(settings: Settings, paths: Sequence[Path]) -> list[Result]:
     }
     adapted = {**adapter_options(paths), "lora_dtype": settings.lora_dtype}
     with LLM(settings.model, **options) as plain, LLM(settings.model, **options, **adapted) as llm:
-        names = [llm.add_lora(f"{n}", path, pin=True).lora_name for n, path in enumerate(paths)]
+        names = [add_adapter(llm, f"{n}", path).lora_name for n, path in enumerate(paths)]
         vocab = llm.model_config.vocab_size
         for count in settings.requests:
             load = make_load(vocab, count, DECODE_PROMPT, settings.output_len, seed=count)

@@ -74,6 +74,10 @@ _OTHER_COMMANDS = {
 }
 
 
+#: Options, always so, that name a second model.
+_MODEL_OPTIONS = ("reference", "gguf")
+
+
 def build_parser(named: str = "") -> argparse.ArgumentParser:
     """The parser of the sub-command ``named``; of all commands if there is no such command."""
     parser = argparse.ArgumentParser(
@@ -158,7 +162,13 @@ def _look_for_models(args: argparse.Namespace) -> None:
         from sdk.loaders.open import check_there
 
         for model in models:
-            check_there(model)
+            try:
+                check_there(model)
+            except SdkError as error:
+                option = next((o for o in _MODEL_OPTIONS if getattr(args, o, None) == model), None)
+                if option is None:
+                    raise
+                raise type(error)(f"--{option}: expected a model; {error}") from error
 
 
 def _with_command(argv: list[str]) -> tuple[list[str], str]:

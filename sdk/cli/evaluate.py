@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdk.api.input_files import read_text
 from sdk.cli.table import format_table
-from sdk.cli.text_file import check_writable, read_text
+from sdk.cli.text_file import check_writable
 
 if TYPE_CHECKING:
     from sdk.evaluating import Evaluation
@@ -76,7 +77,7 @@ def model_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = None if args.text is None else read_text(args.text)
+    text = None if args.text is None else read_text("--text", args.text)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     from sdk.evaluating import evaluate
     from sdk.evaluating.plot import check_matplotlib

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdk.api.errors import RequestError
+from sdk.api.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
+    from sdk.api.lora import LoRARequest
     from sdk.llm import LLM
 
 #: The word for no adapter in a chat.
@@ -49,5 +51,13 @@ def named_adapters(given: list[str]) -> dict[str, str]:
 def add_adapters(llm: LLM, adapters: dict[str, str]) -> str | None:
     """Load the adapters; the name of the first one."""
     for name, path in adapters.items():
-        llm.add_lora(name, path, pin=True)
+        add_adapter(llm, name, path)
     return next(iter(adapters), None)
+
+
+def add_adapter(llm: LLM, name: str, path: str | Path) -> LoRARequest:
+    """Load an adapter of ``--lora`` for good. :raises CheckpointError: there is none."""
+    try:
+        return llm.add_lora(name, path, pin=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"--lora: expected an adapter of the model; {error}") from error

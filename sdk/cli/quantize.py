@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from sdk.cli.text_file import read_text
+from sdk.api.input_files import read_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = None
     if args.calibration is not None:
-        text = read_text(args.calibration)
+        text = read_text("--calibration", args.calibration)
     print(
         quantize(
             args.file,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import OutOfMemoryError, RequestError
+from sdk.api.input_files import reading
 from sdk.api.load_progress import is_terminal
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.lora_arguments import OFF, add_adapters, add_lora_argument, named_adapters
@@ -221,9 +222,12 @@ def asked(text: str, images: Sequence[Path]) -> Message:
 
 
 def check_image(path: Path) -> None:
-    """:raises RequestError: there is no such file."""
-    if not path.is_file():
-        raise RequestError(f"--image: expected a file, found {str(path)!r}")
+    """:raises RequestError: there is no such file, or it cannot be read."""
+    with reading("--image", path, "an image"):
+        path.stat()
+        if not path.is_file():  # opening a pipe would wait
+            raise RequestError(f"--image: expected a file, found {str(path)!r}")
+        path.open("rb").close()
 
 
 def write_answer(

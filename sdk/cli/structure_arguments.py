@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import no_text, unreadable
 
 if TYPE_CHECKING:
     from sdk.api.structured_params import StructuredOutputsParams
@@ -71,17 +72,10 @@ def _read(option: str, path: str, other: str) -> str:
         with Path(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(
-            f"{option}: expected a file or {other}, found {path[:200]!r}, which cannot be read "
-            f"({reason})"
-        ) from None
+        raise unreadable(option, path, f"a file or {other}", error) from None
     if len(data) > _MOST_BYTES:
         raise RequestError(f"{option}: expected a file of at most {_MOST_BYTES} bytes: {path}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{option}: expected text in UTF-8, found {error.reason} at byte {error.start} of "
-            f"{path}"
-        ) from None
+        raise no_text(option, path, error) from None

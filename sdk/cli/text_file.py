@@ -1,20 +1,30 @@
-"""Files given on the command line: texts to read, results to write."""
+"""Files given on the command line: options to read, results to write."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import read_text
 
 
-def read_text(path: str) -> str:
-    """:raises RequestError: not UTF-8 text. :raises OSError: it cannot be read."""
+def read_options(path: str | Path | None) -> dict[str, Any]:
+    """Options of ``LLM`` in the JSON file of ``--options``, as ``embedlm tune serve --write`` makes
+    it; none without a file. :raises RequestError: it is no JSON object, or cannot be read."""
+    if path is None:
+        return {}
+    text = read_text("--options", path, "a file with a JSON object of options of LLM")
+    expected = f"--options {path}: expected a JSON object of options of LLM"
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        where = f"{error.reason} at byte {error.start}"
-        raise RequestError(f"{path}: expected text in UTF-8, found {where}") from error
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{expected}: {error}") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"{expected}, found {found!r:.80}")
+    return found
 
 
 def check_writable(option: str, path: str | None) -> None:

@@ -367,5 +367,8 @@ def adapter_options(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
 
 
 def _file_size(path: Path) -> int | None:
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files) if files else None
+    try:
+        files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+        return sum(file.stat().st_size for file in files) if files else None
+    except OSError:  # opening the adapter says why
+        return None

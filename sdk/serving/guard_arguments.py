@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import USED, reading
 from sdk.api.sizes import parse_bytes
 from sdk.serving.guard import (
     Anyone,
@@ -117,7 +118,8 @@ def protection(args: argparse.Namespace) -> Iterator[Protection]:
     with contextlib.ExitStack() as stack:
         if audit is not None:
             stack.callback(audit.close)
-        meter = Meter(args.usage_file)
+        with reading("--usage-file", args.usage_file or "", "a file of tokens per day", USED):
+            meter = Meter(args.usage_file)
         stack.callback(meter.close)
         access = GuardedAccess(
             _authenticate(args),
@@ -148,8 +150,13 @@ def _authenticate(args: argparse.Namespace) -> Authenticate:
     keys = _plain_keys(args)
     if not keys and args.keys is None:
         return Anyone()
-    file = None if args.keys is None else KeyFile(args.keys)
+    file = None if args.keys is None else _key_file(args.keys)
     return ByKey(keys, file, share_prefixes=args.share_prefixes)
+
+
+def _key_file(path: str) -> KeyFile:
+    with reading("--keys", path, "a file of hashed keys"):
+        return KeyFile(path)
 
 
 def _plain_keys(args: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import USED, reading
 from sdk.cli.table import format_table
 from sdk.serving.access import Role
 from sdk.serving.guard.key_file import add_key, read_keys, revoke_key, rotate_key
@@ -80,7 +81,8 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def run(args: argparse.Namespace) -> int:
-    code: int = args.action(args)
+    with reading("--file", args.file, "a file of hashed keys", USED):
+        code: int = args.action(args)
     return code
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import sys
@@ -22,6 +21,7 @@ from sdk.api.image_hosts import ImageHosts
 from sdk.api.sizes import parse_bytes
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.cli.lora_arguments import add_adapters, add_lora_argument, named_adapters
+from sdk.cli.text_file import read_options
 from sdk.demo import demo_model
 from sdk.kernels.packages import missing
 from sdk.kernels.system import SYSTEM
@@ -320,7 +320,7 @@ def with_options(
     models, ``--memory`` is the budget of all together."""
     from sdk.api.memory_pool import MemoryPool
 
-    options = {} if args.options is None else read_options(args.options)
+    options = read_options(args.options)
     if adapters:
         from sdk.memory.weights import adapter_options
 
@@ -338,17 +338,6 @@ def with_options(
     if len(models) > 1 and "memory" in options:
         options["memory"] = MemoryPool(options["memory"])
     return {model: {**options, "model": model} for model in models}
-
-
-def read_options(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. :raises RequestError: it is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RequestError(f"--options {path}: expected a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"--options {path}: expected a JSON object, found {found!r:.80}")
-    return found
 
 
 def opened(name: str, options: dict[str, Any], args: argparse.Namespace) -> LLM:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sdk.api.errors import RequestError, SdkError
+from sdk.api.input_files import read_text
 from sdk.api.sizes import parse_bytes
-from sdk.cli.text_file import check_writable, read_text
+from sdk.cli.text_file import check_writable
 
 if TYPE_CHECKING:
     from sdk.evaluating import Evaluation
@@ -103,7 +104,9 @@ class ModelItem(pytest.Item):
         found = evaluate(
             self.name,
             option("llm_reference"),
-            text=None if option("llm_text") is None else read_text(option("llm_text")),
+            text=None
+            if option("llm_text") is None
+            else read_text("--llm-text", option("llm_text")),
             windows=option("llm_windows"),
             tokens=option("llm_tokens"),
             on_progress=lambda stage, done, total: None,  # no progress bar between pytest's dots

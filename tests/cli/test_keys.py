@@ -97,7 +97,7 @@ def test_a_missing_file_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert keys("list", file=tmp_path / "none.json") == 2
     assert "none.json" in capsys.readouterr().err
     assert keys("add", "alice", file=tmp_path / "none" / "keys.json") == 2
-    assert "the folder" in capsys.readouterr().err
+    assert "none/keys.json', which cannot be read and written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["5", "-5m", "1w", "", "1.5h", "9999999999s"])
@@ -204,7 +204,7 @@ def test_wrong_options_of_serve(words: list[str], message: str) -> None:
 
 def test_a_missing_file_of_keys_is_an_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(FileNotFoundError),
+        pytest.raises(RequestError, match="--keys: expected a file of hashed keys"),
         protection(
             arguments("--keys", str(tmp_path / "none.json"), "--audit-log", str(tmp_path / "a"))
         ),

@@ -412,7 +412,7 @@ def test_images_in_a_chat(photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     err = capsys.readouterr().err
     assert "with the next message: no image" in err
     assert f"with the next message: {photo}" in err
-    assert "/image: expected a file, found 'nowhere.png'" in err
+    assert "/image: expected an image, found 'nowhere.png', which" in err
     assert "does not see the oldest turns" not in err
     llm.close()
 
@@ -432,7 +432,7 @@ def test_images_that_cannot_be_used_are_refused(
     monkeypatch.setattr(run, "opened", lambda args, adapters: FakeLLM("Red."))
     with pytest.raises(RequestError, match="--image: this model reads text only"):
         run.run(parse("m.gguf", "What?", "--image", str(photo)))
-    with pytest.raises(RequestError, match=r"--image: expected a file, found 'nowhere.png'"):
+    with pytest.raises(RequestError, match=r"--image: expected an image, found .nowhere.png."):
         run.run(parse("m.gguf", "What?", "--image", "nowhere.png"))
     with pytest.raises(RequestError, match="--image: expected a conversation, found --raw"):
         run.run(parse("m.gguf", "What?", "--raw", "--image", str(photo)))

@@ -18,12 +18,12 @@ import pytest
 from sdk.api.errors import RequestError
 from sdk.api.memory_pool import MemoryPool
 from sdk.cli import build_parser, main
+from sdk.cli.text_file import read_options
 from sdk.serving.serve_command import (
     bound,
     check_adapters,
     kept_bytes,
     named_models,
-    read_options,
     with_options,
 )
 from sdk.testing import tiny_model

@@ -1,4 +1,4 @@
-"""The module that measures, importable by the tests beside it."""
+"""The modules that measure and write models, importable by the tests beside them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_spec = importlib.util.spec_from_file_location("peak", Path(__file__).parent / "peak.py")
-assert _spec is not None and _spec.loader is not None
-peak = importlib.util.module_from_spec(_spec)
-sys.modules.setdefault("peak", peak)
-_spec.loader.exec_module(peak)
+for _name in ("peak", "folders"):
+    _spec = importlib.util.spec_from_file_location(_name, Path(__file__).parent / f"{_name}.py")
+    assert _spec is not None and _spec.loader is not None
+    _module = importlib.util.module_from_spec(_spec)
+    sys.modules.setdefault(_name, _module)
+    _spec.loader.exec_module(_module)

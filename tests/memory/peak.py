@@ -6,8 +6,9 @@
 Each case is a process of its own: it runs a tiny model first, so that all libraries are there, and
 notes its memory. Then it loads the model and serves the plan's largest load: as many requests as
 there may be, their pages full, drawn at random with penalties and a logits processor, and one
-prompt scored token by token; with ``structured=1`` some structured answers too. What counts is the
-highest resident memory (VmHWM) above the note, loading included.
+prompt scored token by token; with ``structured=1`` some structured answers too. With ``opening=1``
+it only loads the model and answers with one token. What counts is the highest resident memory
+(VmHWM) above the note, loading included.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def measured(model: Path, options: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise RuntimeError(done.stderr)
+    for line in done.stderr.splitlines():
+        if line.startswith("weight cache: "):
+            print(line, file=sys.stderr)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -74,7 +78,7 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     from sdk import LLM
     from sdk.kernels.system import SYSTEM
 
-    structured = options.pop("structured", False)
+    structured, opening = options.pop("structured", False), options.pop("opening", False)
     with LLM(TINY, max_model_len=64) as llm:
         _serve(llm)
         if structured:  # 4.7 MiB of llguidance's own code
@@ -86,17 +90,29 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     llm = LLM(plan=LLM.plan(model, **options))
     plan = llm.memory_plan
     loaded = _status("VmHWM") - before
-    _serve(llm)
+    if opening:
+        llm.generate({"prompt_token_ids": [5, 9, 30]}, _one_token(), use_tqdm=False)
+        if (store := llm._runner().weights.weight_store) is not None:
+            store.wait()  # else nothing is kept for the next opening
+            print(f"weight cache: {store}", file=sys.stderr)
+    else:
+        _serve(llm)
     if structured:
         _serve_structures(llm)
         plan = llm.memory_plan
     peak = _status("VmHWM") - before
-    speed = _speed(llm)
+    speed = 0.0 if opening else _speed(llm)
     parts = {
         name: getattr(plan, name) for name in ("weights", "workspace", "kv_cache", "tokenizer")
     }
     sizes = {"planned": plan.total, "peak": peak, "loaded": loaded, "loading": plan.loading}
     return {**sizes, **parts, "tokens_per_second": speed}
+
+
+def _one_token(**options: Any) -> Any:
+    from sdk import SamplingParams
+
+    return SamplingParams(max_tokens=1, **options)
 
 
 def _speed(llm: Any) -> float:
@@ -146,7 +162,7 @@ def _serve(llm: Any) -> None:
     llm.generate([prompt(length - answer) for length in lengths], params, use_tqdm=False)
     if plan.states is not None:
         _fill_snapshots(llm, words)
-    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    scored = _one_token(prompt_logprobs=1)
     llm.generate(prompt(min(room, 256) - 1), scored, use_tqdm=False)
 
 

@@ -1,13 +1,18 @@
-"""A container's limit on memory, read from made-up trees of /proc and /sys."""
+"""A container's limits on memory and CPU time, read from made-up trees of /proc and /sys."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
+import pytest
+
+from sdk.api.config import EngineConfig
 from sdk.api.machine import available_memory, installed_memory
-from sdk.kernels.system import MemoryLimit
-from sdk.kernels.system.control_groups import group_memory
+from sdk.kernels.system import SYSTEM, MemoryLimit
+from sdk.kernels.system.control_groups import group_cpus, group_memory
+from sdk.memory import resolve
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712\n"  # what version 1 says without a limit, with pages of 4 KiB
@@ -136,3 +141,51 @@ def test_a_group_outside_of_what_is_mounted_takes_the_limit_at_the_mount(tmp_pat
 def test_this_process_never_gets_more_than_the_machine_has() -> None:
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_memory() <= installed_memory() <= installed
+
+
+def test_no_quota_leaves_all_cpus(tmp_path: Path) -> None:
+    assert group_cpus(tmp_path) is None
+    files = {"sys/fs/cgroup/app/cpu.max": "max 100000\n"}
+    assert group_cpus(tree(tmp_path / "2", "0::/app\n", V2, files)) is None
+    files = {
+        "sys/fs/cgroup/cpu/app/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/app/cpu.cfs_period_us": "100000\n",
+    }
+    assert group_cpus(tree(tmp_path / "1", "1:cpu,cpuacct:/app\n", V1, files)) is None
+
+
+def test_the_tightest_quota_of_the_groups_counts(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/shop/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/shop/web/cpu.max": "400000 50000\n",
+    }
+    assert group_cpus(tree(tmp_path, "0::/shop/web\n", V2, files)) == 2.5
+
+
+def test_version_1_has_its_quota_where_the_controller_of_cpus_is_mounted(tmp_path: Path) -> None:
+    """The group of memory is another one."""
+    own = "sys/fs/cgroup/cpu/docker/4f"
+    files = {
+        f"{own}/cpu.cfs_quota_us": "350000\n",
+        f"{own}/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/other/cpu.cfs_quota_us": "1\n",
+    }
+    groups = "4:memory:/other\n1:cpu,cpuacct:/docker/4f\n"
+    assert group_cpus(tree(tmp_path, groups, V1, files)) == 3.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+@pytest.mark.parametrize(
+    ("quota", "threads"), [(None, 64), (100.0, 64), (4.0, 4), (2.9, 2), (0.5, 1)]
+)
+def test_an_engine_has_no_more_threads_than_its_quota_pays_for(
+    quota: float | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with 64 CPUs."""
+    from sdk.kernels.system import linux
+
+    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(linux, "group_cpus", lambda: quota)
+    assert SYSTEM.num_cpus() == threads
+    assert resolve.threads_of(EngineConfig(model="m.gguf")) == threads
+    assert resolve.threads_of(EngineConfig(model="m.gguf", num_threads=9)) == 9

@@ -13,10 +13,10 @@ from sdk.api.errors import RequestError
 from sdk.bench.engines import OURS
 from sdk.bench.models import ModelFiles, write_tokenizer
 from sdk.bench.serve.http_connection import Address
-from sdk.bench.serve.options import read_options
 from sdk.bench.serve.servers import OWN, Launch, server_at, start
 from sdk.bench.serve.subjects import OwnEngine, Subject, request_headers
 from sdk.cli.engine_arguments import engine_options
+from sdk.cli.text_file import read_options
 from sdk.kernels.system import SYSTEM
 
 #: Tokens of a request that started servers have room for, without --max-model-len.

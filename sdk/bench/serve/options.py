@@ -6,11 +6,10 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import reading
 from sdk.bench.serve.arrivals import Arrivals
 from sdk.bench.serve.lengths import parse_lengths
 from sdk.bench.serve.slo import parse_slo
@@ -193,7 +192,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
             raise RequestError(
                 "--trace: a trace has its own prompts; leave out --turns and --prefix-len"
             )
-        trace = read_trace(args.trace, args.trace_speed, args.output_len, chat=args.chat)
+        with reading("--trace", args.trace, "a file with one JSON object a line"):
+            trace = read_trace(args.trace, args.trace_speed, args.output_len, chat=args.chat)
     return Workload(
         input_len=args.input_len,
         output_len=args.output_len,
@@ -212,19 +212,3 @@ def arrivals_of(args: argparse.Namespace, rate: float) -> Arrivals:
     """The arrival process with ``rate`` sessions per second."""
     on_s, off_s = args.on_off or (0.0, 0.0)
     return Arrivals(rate, args.burstiness, on_s, off_s)
-
-
-def read_options(path: str | None) -> dict[str, Any]:
-    """Options of ``LLM`` in a JSON file, as ``embedlm tune serve --write`` makes it.
-
-    :raises RequestError: it is not a JSON object.
-    """
-    if path is None:
-        return {}
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: expected a JSON object of options: {error}") from None
-    if not isinstance(found, Mapping):
-        raise RequestError(f"{path}: expected a JSON object of options of LLM")
-    return dict(found)

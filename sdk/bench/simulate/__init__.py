@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sdk.api.errors import RequestError
+from sdk.api.input_files import reading
 from sdk.bench.serve.arrivals import Arrivals
 from sdk.bench.simulate.report import as_json, as_tables
 from sdk.cli.engine_arguments import add_engine_arguments, engine_options
@@ -116,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.measure is not None:
         return _measure(args)
     check_writable("--json", args.json)
-    costs = StepCosts.read(args.costs)
+    with reading("--costs", args.costs, "a file with step costs"):
+        costs = StepCosts.read(args.costs)
     policies = _policies(args.policy)
     scenario = _scenario(args, costs)
     make_workload, entries = _workload(args, costs)
@@ -187,7 +189,9 @@ def _workload(
 ) -> tuple[Callable[[], Workload], list[TraceEntry]]:
     """What makes the workload, once for each policy, and the entries of the trace."""
     if args.trace is not None:
-        entries = read_trace(args.trace, _within("--speed", args.speed, 1e-6, 1e6))
+        speed = _within("--speed", args.speed, 1e-6, 1e6)
+        with reading("--trace", args.trace, "a file with one request a line"):
+            entries = read_trace(args.trace, speed)
         return lambda: TraceWorkload(entries, costs.max_model_len, args.seed), entries
     if args.rate is None:
         raise RequestError("expected --rate, the sessions that begin per second, or --trace")

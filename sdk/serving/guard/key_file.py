@@ -58,17 +58,19 @@ def read_keys(path: str | os.PathLike[str]) -> KeyTable:
 
 
 @contextmanager
-def editing(path: str | os.PathLike[str]) -> Iterator[dict[str, KeyHolder]]:
+def editing(path: str | os.PathLike[str], *, make: bool = False) -> Iterator[dict[str, KeyHolder]]:
     """Change the holders in the block; then the file is replaced, unless the block raises.
 
-    Other processes that edit the file wait. A file that does not exist is made.
+    Other processes that edit the file wait. ``make``: a file that does not exist is made.
+
+    :raises OSError: it cannot be read or written.
     """
     target = Path(os.path.realpath(path))  # a link stays a link
-    if not target.parent.is_dir():
-        raise RequestError(f"{path}: the folder {target.parent} does not exist")
+    if not make:
+        target.stat()
     lock = FileLock(target, wait=True)
     try:
-        holders = dict(read_keys(target).holders) if target.exists() else {}
+        holders = {} if make and not target.exists() else dict(read_keys(target).holders)
         yield holders
         value = {"version": 1, "holders": [holder.to_json() for holder in holders.values()]}
         replace_file(target, json.dumps(value, indent=1).encode() + b"\n")
@@ -83,7 +85,7 @@ def add_key(path: str | os.PathLike[str], holder: KeyHolder, expires: float | No
     """
     key = new_key()
     secret = Secret.of(key, created=int(time.time()), expires=expires)
-    with editing(path) as holders:
+    with editing(path, make=True) as holders:
         if holder.name in holders:
             raise RequestError(
                 f"{holder.name} has a key already; use `rotate` for a new one, or another name"
