@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 
 import sdk
+from sdk import LLM
+from sdk.api.errors import SdkError
 from sdk.bench import embedding
-from sdk.bench.engines import READ_GGUF, environment, parse_peers
+from sdk.bench.engines import READ_GGUF, Engines, Load, environment, parse_peers
 from sdk.bench.peers import mistralrs, worker
 from sdk.bench.peers.opening import Opening
 from sdk.bench.peers.timing import Timing
 from sdk.bench.peers.worker import open_peer
 from sdk.cli import main
+from sdk.testing.tiny_models import tiny_model
 
 OPENING: dict[str, Any] = {
     "model": "/models/m.gguf",
@@ -399,3 +402,13 @@ def test_each_engine_of_an_environment_decodes_the_load(
     for row in (*results["prefill"], *results["decode"]):
         assert all(value > 0 for value in row["median"].values()), row
     assert any(peer.engine in READ_GGUF for peer in peers)
+
+
+def test_prompts_may_be_longer_than_the_models_context(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path))
+    longest = LLM.plan(model, max_num_seqs=1).max_model_len
+    with Engines() as opened:
+        worker = opened.open(Opening("embedlm", model, 1, 1, longest + 40))
+        assert worker.measure(Load(((5,) * (longest + 8),), 4)).decode_tokens == 3
+        with pytest.raises(SdkError, match="max_num_seqs"):  # no other error is passed over
+            opened.open(Opening("embedlm", model, 1, 0, longest))

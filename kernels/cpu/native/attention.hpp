@@ -42,6 +42,44 @@ INLINE void add_biases(float* s, int begin, int end, int from, const float* bias
     for (int t = far; t < end; ++t) s[t] += after;
 }
 
+// Scores begin..end of ROWS rows, whole vectors, become weights; and the peaks and totals of their records.
+// Several rows at a time, because each waits for the largest of its scores and for their sum.
+template <int ROWS>
+INLINE void weights_of(float* s, int begin, int end, float* records, int64_t record) {
+    VF best[ROWS], shift[ROWS];
+    // 16 partial sums at every level; weights of invisible keys are 0
+    VF sums[ROWS][16 / kLanes];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+        best[r] = set1(-INFINITY);
+        for (int i = 0; i < 16 / kLanes; ++i) sums[r][i] = zero();
+    }
+    for (int t = begin; t < end; t += kLanes)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) best[r] = max(best[r], load(s + r * kBlockKeys + t));
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+        const float peak = reduce_max(best[r]);
+        records[r * record] = peak;
+        shift[r] = set1(peak);
+    }
+    for (int t = begin; t < end; t += kLanes)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            float* at = s + r * kBlockKeys + t;
+            const VF weight = exp2_of(sub(load(at), shift[r]));
+            VF* sum = sums[r] + t / kLanes % (16 / kLanes);
+            *sum = add(*sum, weight);
+            store(at, weight);
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+        for (int n = 8 / kLanes; n > 0; n /= 2)
+            for (int i = 0; i < n; ++i) sums[r][i] = add(sums[r][i], sums[r][i + n]);
+        records[r * record + 1] = reduce_add(sums[r][0]);
+    }
+}
+
 // Turns one row's scores into weights; returns peak and total of its record. With linear biases key t of
 // the block is `t + from` after the row's own position and has the bias `slope` times that.
 INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float slope, const float* bias, int from,
@@ -57,22 +95,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float 
     if (bias) add_biases(s, begin, end, from, bias, a->reach);
     for (int t = begin; t < lo; ++t) s[t] = -INFINITY;
     for (int t = hi; t < end; ++t) s[t] = -INFINITY;
-    VF best = set1(-INFINITY);
-    for (int t = begin; t < end; t += kLanes) best = max(best, load(s + t));
-    const float peak = reduce_max(best);
-    // 16 partial sums at every level; weights of invisible keys are 0
-    VF sums[16 / kLanes];
-    for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
-    for (int t = begin; t < end; t += kLanes) {
-        const VF weight = exp2_of(sub(load(s + t), set1(peak)));
-        VF* sum = sums + t / kLanes % (16 / kLanes);
-        *sum = add(*sum, weight);
-        store(s + t, weight);
-    }
-    for (int n = 8 / kLanes; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) sums[i] = add(sums[i], sums[i + n]);
-    record[0] = peak;
-    record[1] = reduce_add(sums[0]);
+    weights_of<1>(s, begin, end, record, 0);
 }
 
 // Merges one more record into the state of each row whose bit in `rows` is set. The exponents of all
@@ -128,9 +151,15 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
     const Products multiply = products(c, mr), single = products(c, 1);
     if (multiplies_codes(c.from->keys)) code_products(mr).score(item, c, i, first, end, ahead);
     else multiply.score(c, item.q + i * item.padded, item.padded, a->head_dim, first, end, item.weights, ahead);
-    for (int j = 0; j < mr; ++j) {
+    for (int j = 0; j < mr; ++j) memset(parts + j * item.record, 0, sizeof(float) * (size_t)item.value);
+    enum { kTogether = 3 };  // divides the rows of every level
+    const bool plain = a->softcap <= 0.0f && !a->slopes && !a->biases;
+    const bool whole = plain && mr % kTogether == 0 && low == 0 && high == kBlockKeys;
+    for (int j = 0; whole && j < mr; j += kTogether)
+        weights_of<kTogether>(item.weights + j * kBlockKeys, 0, kBlockKeys, parts + j * item.record + item.value,
+                              item.record);
+    for (int j = 0; !whole && j < mr; ++j) {
         float* part = parts + j * item.record;
-        memset(part, 0, sizeof(float) * (size_t)item.value);
         if (lo[j] >= hi[j]) continue;
         const int row = i + j, head = item.head * item.group + row % item.group;
         const float slope = a->slopes ? a->slopes[head] * kLog2e : 0.0f;

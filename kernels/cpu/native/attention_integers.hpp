@@ -228,18 +228,41 @@ struct WeightCodes {
     float zeros[MR];  // the sums of codes times zeros
 };
 
+// Products of a row's weights with scales as 16 bits; the scale. NaN if a product is not finite. Every vector
+// is in a register at the levels that have so many.
+INLINE float product_codes(const float* weights, const float* scales, int16_t* to) {
+    VF product[kKeyVectors], peak = zero();
+#pragma GCC unroll 32
+    for (int v = 0; v < kKeyVectors; ++v) {
+        product[v] = mul(load(weights + v * kLanes), load(scales + v * kLanes));
+        peak = max_bits(peak, product[v]);
+    }
+    const float largest = reduce_bits(peak);
+    if (!has_codes(largest)) {
+        memset(to, 0, sizeof(int16_t) * kBlockKeys);
+        return scale_without_codes(largest);
+    }
+    const VF inverse = set1(32767.0f / largest);
+#pragma GCC unroll 32
+    for (int v = 0; v < kKeyVectors; ++v)
+        store_words(to + v * kLanes, round_int(mul(product[v], inverse)));
+    return largest / 32767.0f;
+}
+
 // Of row r, which sees keys lo..hi; the codes of the other keys are 0.
 template <int MR>
 INLINE void weight_codes(const float* weights, const BlockSide& side, int d, int lo, int hi, int r,
                          WeightCodes<MR>* to) {
-    const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     const float* scale = side.scale + d / side.group * kBlockKeys;
-    float products[kBlockKeys] = {};
-    for (int t = begin; t < end; t += kLanes) store(products + t, mul(load(weights + t), load(scale + t)));
-    for (int t = begin; t < lo; ++t) products[t] = 0.0f;
-    for (int t = hi; t < end; ++t) products[t] = 0.0f;
     int16_t* codes = to->codes + r * kBlockKeys;
-    to->scales[r] = to_int16(products, kBlockKeys, 2, codes);
+    if (lo > 0 || hi < kBlockKeys) {  // what other keys have is arbitrary, perhaps NaN
+        float seen[2 * kBlockKeys] = {};
+        memcpy(seen + lo, weights + lo, sizeof(float) * (size_t)(hi - lo));
+        memcpy(seen + kBlockKeys + lo, scale + lo, sizeof(float) * (size_t)(hi - lo));
+        to->scales[r] = product_codes(seen, seen + kBlockKeys, codes);
+    } else {
+        to->scales[r] = product_codes(weights, scale, codes);
+    }
     to->zeros[r] = 0.0f;
     if (side.type != kI4) return;
     const float* zero = side.zero + d / side.group * kBlockKeys;

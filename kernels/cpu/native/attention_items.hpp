@@ -199,6 +199,9 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
     return true;
 }
 
+// Whether `item` prefetches its pages. Those of latent pages and of odd shapes are left to the hardware.
+INLINE bool prefetches(const Item& item) { return whole_slots(item.a) && !item.a->latent; }
+
 // Pages are scattered, so the hardware prefetcher finds each one too late. The keys and values of the
 // next pages are prefetched a constant distance ahead, between the current multiplications. Prefetched
 // all at once they would fill the queue of misses, and memory and arithmetic would alternate.
@@ -206,7 +209,7 @@ struct MemoryRange {
     const uint8_t *at, *end;
 };
 
-// Pages that are read in place have whole vectors of keys (in_place).
+// Pages that are prefetched have whole vectors of keys.
 enum { kMinPageKeys = 4 };
 static_assert((int)kMinPageKeys <= (int)kLanes, "Ahead::ranges has room for the pages of a key block");
 
@@ -260,8 +263,7 @@ static MemoryRange next_range(Ahead* ahead) {
             ahead->then += ahead->then_bytes;
             return range_of(then, ahead->then_bytes);
         }
-        const bool reads = reads_pages(ahead->stretch.item, a->levels[0]);
-        ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
+        ahead->position = prefetches(ahead->stretch.item) ? ahead->stretch.begin : ahead->stretch.end;
     }
     const Item& item = ahead->stretch.item;
     const int32_t id = item.table[ahead->position / a->page_size];
@@ -314,8 +316,7 @@ static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8
 static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
     const AttentionArgs* a = item.a;
     const int64_t keys = end - begin < kBlockKeys ? end - begin : (int64_t)kBlockKeys;
-    const bool reads = reads_pages(item, a->levels[0]);
-    const int64_t pages = reads ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
+    const int64_t pages = prefetches(item) ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
     int64_t lines = 0;
     ahead->count = ahead->next = ahead->per_step = 0;
     ahead->range = {};
@@ -328,9 +329,10 @@ static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t
     if (!ahead->count) return;
     const int64_t vectors = 4 * kLanes;  // see score_rows, value_rows
     const PageLevel& first = a->levels[0];  // products of codes take two steps at a time
+    const int64_t turns = (item.rows + kAttentionRows - 1) / kAttentionRows;
     const int64_t steps = (keys + vectors - 1) / vectors * (a->head_dim >> multiplies_codes(first.keys)) +
                           (a->value_dim + vectors - 1) / vectors * ((keys + 1) >> multiplies_codes(first.values));
-    ahead->per_step = (int)((lines + steps - 1) / steps);
+    ahead->per_step = (int)((lines + turns * steps - 1) / (turns * steps));
 }
 
 }  // namespace LEVEL

@@ -30,8 +30,7 @@ INLINE VF exp_of(VF x) {
 // to the nearest integer, which is exact. Below -126.5 it is 0.
 INLINE VF exp2_of(VF x) {
     const VF limited = max(set1(-127.0f), x);
-    const VI n = round_int(limited);
-    const VF r = sub(limited, to_float(n));
+    const VF n = nearest(limited), r = sub(limited, n);
     VF p = set1(1.535336196e-4f);
     p = fma(p, r, set1(1.339887502e-3f));
     p = fma(p, r, set1(9.618436918e-3f));
@@ -39,7 +38,7 @@ INLINE VF exp2_of(VF x) {
     p = fma(p, r, set1(2.402264774e-1f));
     p = fma(p, r, set1(6.931471825e-1f));
     p = fma(p, r, set1(1.0f));
-    return mul(p, power_of_two(n));
+    return times_power_of_two(p, n);
 }
 
 // tanh: a polynomial below 0.625, where 1 - e^-2x would cancel (Cephes tanhf); else from exp.

@@ -5,6 +5,10 @@
 
 namespace LEVEL {
 
+// Whether numbers of which the largest has this magnitude become codes; if not, these are zeros with this scale.
+INLINE bool has_codes(float largest) { return largest > 1e-30f && largest <= 0x1.fffffep127f; }
+INLINE float scale_without_codes(float largest) { return largest <= 1e-30f ? 0.0f : __builtin_nanf(""); }
+
 // count values as 16 bits in `to`, zeros up to a multiple of `padding`. The scale; NaN if a value is not
 // finite.
 static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to) {
@@ -14,9 +18,9 @@ static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* t
     memcpy(rest, x + whole, sizeof(float) * (size_t)(count - whole));
     for (int64_t i = 0; i < whole; i += kLanes) peak = max_bits(peak, load(x + i));
     const float largest = reduce_bits(max_bits(peak, load(rest)));
-    if (!(largest > 1e-30f && largest <= 0x1.fffffep127f)) {
+    if (!has_codes(largest)) {
         memset(to, 0, sizeof(int16_t) * (size_t)padded);
-        return largest <= 1e-30f ? 0.0f : __builtin_nanf("");
+        return scale_without_codes(largest);
     }
     const VF inverse = set1(32767.0f / largest);
     for (int64_t i = 0; i < whole; i += kLanes) store_words(to + i, round_int(mul(load(x + i), inverse)));

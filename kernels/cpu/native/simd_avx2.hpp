@@ -108,6 +108,8 @@ INLINE VF power_of_two(VI n) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
+INLINE VF nearest(VF x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE VF times_power_of_two(VF p, VF n) { return mul(p, power_of_two(round_int(n))); }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
 INLINE VI set1_int(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }

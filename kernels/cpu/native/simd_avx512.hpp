@@ -108,6 +108,11 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
+// The nearest integer; and p 2^n for such an n from -127 on, with which it is 0. NaN stays NaN.
+INLINE VF nearest(VF x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE VF times_power_of_two(VF p, VF n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-127.0f), _CMP_NLE_UQ), p, n);
+}
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
 INLINE VI set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }

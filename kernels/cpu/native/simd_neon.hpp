@@ -112,6 +112,8 @@ INLINE VF to_float(VI x) { return vcvtq_f32_s32(x); }
 INLINE VF power_of_two(VI n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }
+INLINE VF nearest(VF x) { return vrndnq_f32(x); }
+INLINE VF times_power_of_two(VF p, VF n) { return vmulq_f32(p, power_of_two(round_int(n))); }
 INLINE VI zero_int() { return vdupq_n_s32(0); }
 INLINE VI set1_int(int32_t x) { return vdupq_n_s32(x); }
 INLINE VI add_int(VI a, VI b) { return vaddq_s32(a, b); }

@@ -111,6 +111,8 @@ INLINE void store_words(int16_t* p, VI x) {  // of integers in -32768..32767
 }
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
+INLINE VF nearest(VF x) { return to_float(round_int(x)); }
+INLINE VF times_power_of_two(VF p, VF n) { return p * power_of_two(round_int(n)); }
 INLINE VI zero_int() { return VI{}; }
 INLINE VI set1_int(int32_t x) { return VI{x, x, x, x}; }
 INLINE VI add_int(VI a, VI b) { return a + b; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .opening import Opening
 from .timing import Timing
@@ -19,23 +19,17 @@ class Embedlm:
 
     def __init__(self, opening: Opening) -> None:
         from sdk import __version__
-        from sdk.llm import LLM
+        from sdk.api.errors import RequestError
 
         start = time.perf_counter()
-        # Twice the request slots, so twice the pages: without spare pages the scheduler holds the
-        # last prompts back until others end, and the requests would not run concurrently.
-        self._llm: LLM = LLM(
-            opening.model,
-            device="cpu",  # as the other engines; `embedlm bench gpu` measures cards
-            num_threads=opening.threads,
-            tensor_parallel_size=opening.ranks,
-            pipeline_parallel_size=opening.stages,
-            data_parallel_size=opening.replicas,
-            max_num_seqs=2 * opening.requests,
-            max_model_len=opening.context,
-            enable_prefix_caching=opening.prefix_cache,
-            kv_cache_dtype=opening.kv,
-        )
+        try:
+            self._llm = _opened(opening)
+        except RequestError as error:
+            if not str(error).startswith("max_model_len: expected at most "):
+                raise
+            # Longer than the model was trained for. The others do not ask; the speed is the same.
+            longer = {"max_position_embeddings": opening.context}
+            self._llm = _opened(opening, hf_overrides=longer)
         self.hello = {
             "name": f"{opening.engine} {__version__}"
             + (f", {opening.ranks} ranks" if opening.ranks > 1 else "")
@@ -56,6 +50,26 @@ class Embedlm:
         if bubble := _bubble(begun, self._llm.get_metrics()):
             found["bubble"] = bubble
         return found
+
+
+def _opened(opening: Opening, **options: Any) -> LLM:
+    from sdk.llm import LLM
+
+    # Twice the request slots, so twice the pages: without spare pages the scheduler holds the
+    # last prompts back until others end, and the requests would not run concurrently.
+    return LLM(
+        opening.model,
+        device="cpu",  # as the other engines; `embedlm bench gpu` measures cards
+        num_threads=opening.threads,
+        tensor_parallel_size=opening.ranks,
+        pipeline_parallel_size=opening.stages,
+        data_parallel_size=opening.replicas,
+        max_num_seqs=2 * opening.requests,
+        max_model_len=opening.context,
+        enable_prefix_caching=opening.prefix_cache,
+        kv_cache_dtype=opening.kv,
+        **options,
+    )
 
 
 def steps(
