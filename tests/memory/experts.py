@@ -6,7 +6,8 @@ llama.cpp an interpreter that has llama-cpp-python. Both get one limit of memory
 of the disk, which are the same whatever else the machine does. llama.cpp maps the file as it is,
 does not repack, and begins without it in the page cache. Tokens are drawn (ours at temperature 1,
 which for random weights is about evenly), after some that are not counted. A line of JSON each:
-tokens per second, CPU seconds, megabytes from the disk for a token.
+tokens per second, CPU seconds, megabytes from the disk for a token, and what the opening took. The
+first opening, which packs the model into the cache of weights, has a line of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _row(
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     from sdk import LLM, SamplingParams
+    from sdk.kernels.cpu.probe import read_bandwidth
 
+    opening, seen = _state(), [time.perf_counter()]
     with LLM(
         args.file,
         memory=args.memory,
@@ -62,7 +65,10 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=64,
         num_threads=args.threads,
         skip_tokenizer_init=True,
+        on_progress=lambda *_: seen.append(time.perf_counter()),
     ) as llm:
+        opened = [after - before for before, after in zip(opening, _state(), strict=True)]
+        silent = max(map(float.__sub__, [*seen[1:], time.perf_counter()], seen))
         prompt = {"prompt_token_ids": [i * 7919 % _VOCAB for i in range(_PROMPT)]}
 
         def run(count: int, seed: int) -> None:
@@ -77,7 +83,17 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         after, found = llm.get_metrics(), _row(args.tokens, begin, _state())
         for name in ("hits", "guesses", "misses", "wait_seconds"):
             found[name] = round(after[f"expert_{name}"] - before[f"expert_{name}"], 2)
-        return {**found, "predicted": llm.memory_plan.tokens_per_second(30e9, disk=args.disk)}
+        plan, memory = llm.memory_plan, read_bandwidth(args.threads)
+        return {
+            **found,
+            "predicted": round(plan.tokens_per_second(memory, disk=args.disk), 2),
+            "predicted_megabytes": round(plan.experts.usual / 1e6, 1) if plan.experts else 0,
+            "gigabytes_per_second": round(memory / 1e9, 1),
+            "planned_mib": plan.total >> 20,
+            "open_seconds": round(opened[0], 2),
+            "open_cpu_seconds": round(opened[1], 2),
+            "longest_without_progress": round(silent, 2),
+        }
 
 
 def llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +175,7 @@ def main() -> None:
     with ModelFiles(args.file) as files:
         args.file = files.path
         warm, args.warm, args.tokens, count = args.warm, 1, 1, args.tokens
-        ours(args)  # fills the cache of weights
+        _in_group(sys.executable, "ours", args)  # fills the cache of weights
         args.warm, args.tokens = warm, count
         for _ in range(args.rounds):
             _in_group(sys.executable, "ours", args)
