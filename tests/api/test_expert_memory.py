@@ -16,6 +16,7 @@ import torch
 from sdk import (
     LLM,
     EngineDeadError,
+    LoadCancelled,
     MemoryPool,
     OutOfMemoryError,
     RequestError,
@@ -25,9 +26,11 @@ from sdk.bench.random_blocks import write_shape
 from sdk.bench.real_shapes import Experts
 from sdk.bench.shape_parts import Tensor
 from sdk.cli import main
+from sdk.engine.weight_cache import packing
 from sdk.engine.weight_cache.expert_uses import MOST_TOKENS, ExpertUses, read_uses
 from sdk.engine.weight_cache.folder import prune_uses
 from sdk.engine.weight_cache.store import WeightStore
+from sdk.engine.weight_cache.writer import WeightWriter
 from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.weights.expert_slots import slot_bytes, slots_within
@@ -239,6 +242,43 @@ def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
     memory = f"{least(model)}MiB"
     with pytest.raises(OutOfMemoryError, match="larger than the cache may be"):
         LLM(model, memory=memory, weight_cache="1MiB", **LIMITS)
+
+
+def test_a_full_disk_is_said_before_anything_is_packed(
+    model: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "FREE", 1 << 60)
+    seen: list[int] = []
+    with pytest.raises(OutOfMemoryError, match="TiB stay free: remove files"):
+        LLM(
+            model,
+            memory=f"{least(model)}MiB",
+            weight_cache=True,
+            on_progress=lambda _, done, total: seen.append(done),
+            **LIMITS,
+        )
+    assert not seen and not list(weights.iterdir())
+
+
+def test_what_waits_for_the_disk_can_be_cancelled(
+    model: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A progress bar lives on, too: the same bytes are reported again."""
+    write, seen = WeightWriter._write_weight, list[int]()
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.05)  # 128 experts and a few others
+        write(*args)
+
+    def goes_on(stage: str, done: int, total: int) -> bool:
+        seen.append(done)
+        return len(seen) < 3 or len({*seen[-3:]}) > 1
+
+    monkeypatch.setattr(WeightWriter, "_write_weight", slowly)
+    options: dict[str, Any] = {"memory": f"{least(model)}MiB", "weight_cache": True, **LIMITS}
+    with pytest.raises(LoadCancelled):
+        LLM(model, on_progress=goes_on, **options)
+    assert seen == sorted(seen) and not list(weights.iterdir())
 
 
 class _Mixed:

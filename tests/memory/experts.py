@@ -69,7 +69,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     ) as llm:
         opened = [after - before for before, after in zip(opening, _state(), strict=True)]
         silent = max(map(float.__sub__, [*seen[1:], time.perf_counter()], seen))
-        prompt = {"prompt_token_ids": [i * 7919 % _VOCAB for i in range(_PROMPT)]}
+        first = 7919 * args.seed
+        prompt = {"prompt_token_ids": [(first + i * 7919) % _VOCAB for i in range(_PROMPT)]}
 
         def run(count: int, seed: int) -> None:
             params = SamplingParams(
@@ -77,9 +78,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             )
             llm.generate([prompt], params, use_tqdm=False)
 
-        run(max(args.warm, 1), 1)
+        run(max(args.warm, 1), 2 * args.seed)
         begin, before = _state(), llm.get_metrics()
-        run(args.tokens, 2)
+        run(args.tokens, 2 * args.seed + 1)
         after, found = llm.get_metrics(), _row(args.tokens, begin, _state())
         for name in ("hits", "guesses", "misses", "wait_seconds"):
             found[name] = round(after[f"expert_{name}"] - before[f"expert_{name}"], 2)
@@ -141,8 +142,9 @@ def _group(limit: int, disk: float) -> Iterator[list[Path]]:
 def _in_group(python: str, which: str, args: argparse.Namespace) -> None:
     from sdk.api.sizes import parse_bytes
 
-    own = [f"--{name}={getattr(args, name)}" for name in ("memory", "disk", "threads", "tokens")]
-    command = [python, __file__, args.file, f"--child={which}", f"--warm={args.warm}", *own]
+    names = ("memory", "disk", "threads", "tokens", "warm", "seed")
+    own = [f"--{name}={getattr(args, name)}" for name in names]
+    command = [python, __file__, args.file, f"--child={which}", *own]
     with _group(parse_bytes(args.limit, "limit"), args.disk) as groups:
 
         def enter() -> None:
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--warm", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1, help="of the tokens, another in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python")
     parser.add_argument("--child", choices=("ours", "llama.cpp"))
@@ -183,6 +186,7 @@ def main() -> None:
                 with open(args.file, "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _in_group(args.peer_python, "llama.cpp", args)
+            args.seed += 1
 
 
 if __name__ == "__main__":
