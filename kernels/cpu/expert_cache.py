@@ -10,10 +10,10 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_double, c_int64, c_void_p
 from typing import NamedTuple
 
-from sdk.kernels.cpu.library import ExpertCounts, WeightCheck, WeightView
+from sdk.kernels.cpu.library import ExpertCounts, ExpertRanks, WeightCheck, WeightView
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.cpu.runtime import NativeRuntime, check
 from sdk.kernels.errors import KernelError
@@ -42,6 +42,21 @@ class ExpertUse(NamedTuple):
     read_bytes: int
     read_seconds: float
     waited_seconds: float
+
+
+class ExpertHistory(NamedTuple):
+    """How the experts were used since the model was loaded.
+
+    ``tokens``: how many were routed. ``chosen``: of each layer how many of them chose each expert.
+    ``ranks``: of the uses by ``ranked`` of the tokens that were alone in their step. Element i
+    counts those of experts before which i / 64 of all come, if those come first that were used most
+    lately; the last element those of experts that had not been used before.
+    """
+
+    tokens: int
+    chosen: list[list[int]]
+    ranked: int
+    ranks: list[int]
 
 
 class ExpertGroup(NamedTuple):
@@ -77,6 +92,7 @@ class ExpertCache:
         self._count: dict[int, int] = {}
         self._base = 0
         self._layers: dict[str, int] = {}
+        self._experts: list[int] = []  # of each layer
         self._owner: dict[int, str] = {}
         self._groups: dict[int, ExpertGroup] = {}
         #: A group whose experts will probably be needed: int32 ``[T, k]``.
@@ -124,6 +140,8 @@ class ExpertCache:
             return None
         (name,) = names
         layer = self._layers.setdefault(name, len(self._layers))
+        if layer == len(self._experts):
+            self._experts.append(len(found))
         size = slot_bytes(max(one.bytes for one in found))
         kind = self._kinds.setdefault(size, len(self._kinds))
         self._count[size] = self._count.get(size, 0) + len(found)
@@ -171,6 +189,29 @@ class ExpertCache:
             found.reading_ns / 1e9,
             found.waited_ns / 1e9,
         )
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Of each layer, in the order in which they run."""
+        return tuple(self._experts)
+
+    def begin_with(self, shares: Sequence[Sequence[float]]) -> None:
+        """What is known from before: of each layer the share of tokens that chose each expert. What
+        was chosen most is read into the slots while readers have nothing else to do."""
+        for layer, own in enumerate(shares):
+            values = (c_double * len(own))(*own)
+            self._library.embedlm_experts_begin_with(self._handle, layer, values, len(own))
+        check(self._library.embedlm_experts_preload(self._handle), "experts")
+
+    def history(self) -> ExpertHistory:
+        """How they were used so far."""
+        found, chosen = ExpertRanks(), []
+        self._library.embedlm_experts_ranks(self._handle, byref(found))
+        for layer, count in enumerate(self._experts):
+            values = (c_int64 * count)()
+            self._library.embedlm_experts_uses(self._handle, layer, values, count)
+            chosen.append(list(values))
+        return ExpertHistory(found.tokens, chosen, found.ranked, list(found.ranks))
 
     def close(self) -> None:
         """End the readers. No product may run any more. Idempotent."""

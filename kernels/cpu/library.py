@@ -26,6 +26,7 @@ from pathlib import Path
 from zipimport import zipimporter
 
 from sdk.kernels.cpu.library_file import foreign
+from sdk.kernels.weights.expert_slots import RANKS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
 ABI_VERSION = 46
@@ -222,6 +223,14 @@ class ExpertCounts(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hits", "guessed", "missed", "asked_ahead")),
         *((name, c_int64) for name in ("reads", "bytes", "reading_ns", "waited_ns")),
+    ]
+
+
+class ExpertRanks(Structure):
+    _fields_ = [
+        ("tokens", c_int64),
+        ("ranked", c_int64),
+        ("ranks", c_int64 * (RANKS + 1)),
     ]
 
 
@@ -503,6 +512,10 @@ _SIGNATURES = {
     "experts_add": (c_int, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64)),
     "experts_reserve": (c_int, (c_void_p, c_int, c_int64, c_int64)),
     "experts_counts": (None, (c_void_p, POINTER(ExpertCounts))),
+    "experts_begin_with": (None, (c_void_p, c_int, c_void_p, c_int64)),
+    "experts_preload": (c_int, (c_void_p,)),
+    "experts_uses": (None, (c_void_p, c_int, c_void_p, c_int64)),
+    "experts_ranks": (None, (c_void_p, POINTER(ExpertRanks))),
     "experts_stop": (None, (c_void_p,)),
     "experts_destroy": (None, (c_void_p,)),
     "program_create": (c_void_p, ()),

@@ -11,19 +11,18 @@ it, or brought the process down, and the next process does not try it again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.system import SYSTEM
+from sdk.kernels.whole_file import replace_file
 
 #: The version of what is written; a file of another one is not read.
 VERSION = 1
@@ -116,15 +115,8 @@ class AnswerFile:
         }
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".answers-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file, allow_nan=False)
-                SYSTEM.replace_file(Path(name), self.path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(name).unlink()
-                raise
+            data = json.dumps(content, allow_nan=False).encode()
+            replace_file(self.path, data, sync=False)
         except OSError as error:
             if not self._warned:
                 self._warned = True

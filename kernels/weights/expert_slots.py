@@ -8,6 +8,8 @@ from sdk.kernels.errors import KernelError
 
 #: What reads of a disk begin and end at: kBlock of cpu/native/expert_cache.cpp.
 _BLOCK = 4096
+#: Parts of all experts by which uses are ranked: kExpertRanks of cpu/native/abi_experts.hpp.
+RANKS = 64
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -17,7 +17,9 @@ from sdk.engine.weight_cache.folder import (
     entries,
     named,
     prune,
+    prune_uses,
     remove,
+    remove_uses,
     weights_folder,
 )
 
@@ -60,7 +62,7 @@ def _ls(args: argparse.Namespace) -> None:
         (
             one.name[:_SHOWN],
             one.about.get("model", "?"),
-            ", ".join(value for name, value in one.about.items() if name != "model"),
+            ", ".join(v for name, v in one.about.items() if name not in ("model", "uses")),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)),
             format_bytes(one.nbytes),
         )
@@ -75,14 +77,18 @@ def _ls(args: argparse.Namespace) -> None:
 def _rm(args: argparse.Namespace) -> None:
     folder = weights_folder()
     for one in [named(folder, name) for name in args.names]:
+        remove_uses(folder, one.about.get("uses", one.name))
         if remove(folder, one.name):
             _removed(one)
 
 
 def _prune(args: argparse.Namespace) -> None:
-    size = args.max_size
-    for one in prune(weights_folder(), 0 if size == "0" else parse_bytes(size, "--max-size")):
+    folder = weights_folder()
+    most = 0 if args.max_size == "0" else parse_bytes(args.max_size, "--max-size")
+    for one in prune(folder, most):
         _removed(one)
+    if not most:
+        prune_uses(folder, 0)
 
 
 def _removed(one: CachedWeights) -> None:

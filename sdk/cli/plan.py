@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
                 said += f", if the disk reads {DISK_BANDWIDTH / 1e9:g} GB/s"
             elif plan.experts is not None:
                 said += (
-                    f" if it reads {format_bytes(plan.experts.usual)} of experts for a token; the "
-                    f"disk reads {disk / 1e9:.2g} GB/s"
+                    f" if it reads {format_bytes(plan.experts.usual)} of experts for a token "
+                    f"({plan.experts.basis}); the disk reads {disk / 1e9:.2g} GB/s"
                 )
             print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:

@@ -519,6 +519,7 @@ def _offload_options(
         return {
             "expert_bytes": memory.experts.resident,
             "least_experts": memory.experts.least,
+            "packed_bytes": memory.weights - memory.experts.resident + memory.experts.total,
         }
     if not memory.offloaded:
         return {}

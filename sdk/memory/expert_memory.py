@@ -6,9 +6,12 @@ The others are read from the cache of weights (``weight_cache=``) when a token i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sdk.api.config import EngineConfig
+from sdk.api.errors import CheckpointError
 from sdk.api.memory_pool import MemoryPool
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.weights.expert_slots import slot_bytes
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 #: Of the experts that are not in memory a token needs fewer than their share, because tokens that
 #: follow each other choose alike: that share to this power (docs/log/memory.md has the numbers).
 _ALIKE = 1.5
+#: What is read by what counted uses say is missed: a quarter more for guesses that were wrong, and
+#: what those have pushed out (the same log).
+_GUESSED = 1.3
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.
 _AHEAD = 2
@@ -45,13 +51,20 @@ class ExpertBytes:
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
     """Of all ``total`` bytes of the ``experts`` of all layers ``resident`` stay in memory.
-    ``least``: of how many there is room at least. ``read``: what a token needs of them."""
+    ``least``: of how many there is room at least. ``read``: what a token needs of them.
+
+    ``counted``: tokens whose experts were counted in earlier runs. ``curve``: what that says, the
+    share of uses that is missed with 0, 1 / n, 2 / n ... 1 of the experts in memory; empty: too
+    little is known.
+    """
 
     total: int
     resident: int
     least: int
     read: int
     experts: int
+    counted: int = 0
+    curve: tuple[float, ...] = ()
 
     @property
     def missed(self) -> int:
@@ -60,8 +73,37 @@ class ExpertShare:
 
     @property
     def usual(self) -> int:
-        """Bytes that a token usually reads from the disk, which is less."""
-        return int(self.read * (1 - self.resident / self.total) ** _ALIKE)
+        """Bytes that a token usually reads from the disk, by :attr:`basis`."""
+        share = self.resident / self.total
+        if not self.curve:
+            return int(self.read * (1 - share) ** _ALIKE)
+        place = min(share, 1.0) * (len(self.curve) - 1)
+        low = min(int(place), len(self.curve) - 2)
+        missed = self.curve[low] + (place - low) * (self.curve[low + 1] - self.curve[low])
+        return int(self.read * missed * _GUESSED)
+
+    @property
+    def basis(self) -> str:
+        """What :attr:`usual` and so the speed of a plan assume."""
+        if self.curve:
+            return f"as the last {self.counted} tokens used them"
+        return "if all are used about equally often"
+
+
+def with_uses(
+    share: ExpertShare, path: Path, quantization: str | None, overrides: Mapping[str, Any]
+) -> ExpertShare:
+    """The share with what is known of the experts' uses from earlier runs."""
+    from sdk.engine.weight_cache.expert_uses import read_uses, uses_name
+    from sdk.engine.weight_cache.folder import weights_folder
+
+    try:
+        known = read_uses(weights_folder(), uses_name(path, quantization, overrides))
+    except (CheckpointError, RuntimeError):  # the model has no file, or this user no home
+        return share
+    if known is None or sum(map(len, known.chosen)) != share.experts:
+        return share
+    return replace(share, counted=known.tokens, curve=known.missed())
 
 
 def why_all_stay(config: EngineConfig, model: ModelConfig) -> str:

@@ -72,7 +72,7 @@ class Alternative:
         if (experts := self.plan.experts) is not None:
             return (
                 f"{text}, slower: {experts.resident / experts.total:.0%} of the experts stay in "
-                f"memory, up to {format_bytes(experts.missed)} are read for a token"
+                f"memory, about {format_bytes(experts.usual)} are read for a token, {experts.basis}"
             )
         if not self.plan.offloaded:
             return text
@@ -246,7 +246,9 @@ class MemoryPlan:
         in ``docs/bench/benchmarks.md`` that reaches 55 to 78 % of the bandwidth. Offloaded weights
         are read at ``disk`` bytes per second, an estimate unless given. They are faster while the
         system still has them in its page cache. Experts that are not in memory are read while
-        others are multiplied, so the slower of the two counts; how many they are is an estimate.
+        others are multiplied, but a layer waits for its own: the time is between the longer of both
+        and their sum. How many bytes they are is an estimate, whose assumption ``experts.basis``
+        names.
         """
         on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
         nbytes = self.read - on_disk + context * self.page_bytes // self.page_size
@@ -256,7 +258,7 @@ class MemoryPlan:
             nbytes += 2 * self.states.slot_bytes  # read and written
         computing = max(nbytes, 1) / (DECODE_SHARE * bandwidth)
         if self.experts is not None:
-            return 1 / max(computing, self.experts.usual / disk)
+            return 1 / math.hypot(computing, self.experts.usual / disk)
         return 1 / (computing + on_disk / disk)
 
     def __str__(self) -> str:
@@ -313,7 +315,8 @@ class MemoryPlan:
             share = self.experts.resident / self.experts.total
             note = (
                 f"of these are experts: {share:.0%} of all, the others are read from the cache of "
-                f"weights, up to {format_bytes(self.experts.missed)} for a token"
+                f"weights, about {format_bytes(self.experts.usual)} for a token, "
+                f"{self.experts.basis}"
             )
             rows.insert(1, ("", self.experts.resident, note))
         if self.drafting_weights:

@@ -25,6 +25,7 @@ from sdk.memory.demand import (
     with_experts,
     with_offload,
 )
+from sdk.memory.expert_memory import with_uses
 from sdk.memory.fitting import plan_memory
 from sdk.memory.images import image_memory, image_options
 from sdk.memory.plan import MemoryPlan
@@ -165,6 +166,10 @@ def _plan(
     else:
         room = MemoryLimits(limit, kv_budget, config.max_model_len)
         demand = with_experts(demand, config, room, resolve.threads_of(config))
+        if demand.experts is not None:
+            overrides = config.hf_overrides or {}
+            known = with_uses(demand.experts, checkpoint.path, config.quantization, overrides)
+            demand = replace(demand, experts=known)
     made = plan_memory(
         demand,
         budget=budget,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from sdk import (
     LLM,
     EngineDeadError,
+    LoadCancelled,
     MemoryPool,
     OutOfMemoryError,
     RequestError,
@@ -24,7 +26,11 @@ from sdk.bench.random_blocks import write_shape
 from sdk.bench.real_shapes import Experts
 from sdk.bench.shape_parts import Tensor
 from sdk.cli import main
+from sdk.engine.weight_cache import packing
+from sdk.engine.weight_cache.expert_uses import MOST_TOKENS, ExpertUses, read_uses
+from sdk.engine.weight_cache.folder import prune_uses
 from sdk.engine.weight_cache.store import WeightStore
+from sdk.engine.weight_cache.writer import WeightWriter
 from sdk.kernels.cpu.expert_cache import ExpertCache
 from sdk.kernels.errors import KernelError
 from sdk.kernels.weights.expert_slots import slot_bytes, slots_within
@@ -139,7 +145,7 @@ def test_a_second_opening_reads_no_matrix(
     memory = memory_for(model, 0.4)
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
         found = answers(llm)
-    (file,) = weights.iterdir()
+    (file,) = weights.glob("*.weights")
 
     def fail(self: object, name: str) -> None:
         raise AssertionError(f"{name} is read from the model's file")
@@ -147,7 +153,7 @@ def test_a_second_opening_reads_no_matrix(
     monkeypatch.setattr(GgufCheckpoint, "weight", fail)
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
         assert answers(llm) == found
-    assert list(weights.iterdir()) == [file]
+    assert list(weights.glob("*.weights")) == [file]
 
 
 def test_guesses_of_the_router_read_ahead(model: Path) -> None:
@@ -238,6 +244,43 @@ def test_a_cache_that_is_too_small_is_refused(model: Path) -> None:
         LLM(model, memory=memory, weight_cache="1MiB", **LIMITS)
 
 
+def test_a_full_disk_is_said_before_anything_is_packed(
+    model: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "FREE", 1 << 60)
+    seen: list[int] = []
+    with pytest.raises(OutOfMemoryError, match="TiB stay free: remove files"):
+        LLM(
+            model,
+            memory=f"{least(model)}MiB",
+            weight_cache=True,
+            on_progress=lambda _, done, total: seen.append(done),
+            **LIMITS,
+        )
+    assert not seen and not list(weights.iterdir())
+
+
+def test_what_waits_for_the_disk_can_be_cancelled(
+    model: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A progress bar lives on, too: the same bytes are reported again."""
+    write, seen = WeightWriter._write_weight, list[int]()
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.05)  # 128 experts and a few others
+        write(*args)
+
+    def goes_on(stage: str, done: int, total: int) -> bool:
+        seen.append(done)
+        return len(seen) < 3 or len({*seen[-3:]}) > 1
+
+    monkeypatch.setattr(WeightWriter, "_write_weight", slowly)
+    options: dict[str, Any] = {"memory": f"{least(model)}MiB", "weight_cache": True, **LIMITS}
+    with pytest.raises(LoadCancelled):
+        LLM(model, on_progress=goes_on, **options)
+    assert seen == sorted(seen) and not list(weights.iterdir())
+
+
 class _Mixed:
     """Gate and up of an expert have different types, so they cannot be one matrix."""
 
@@ -276,7 +319,7 @@ def test_a_wrong_bit_of_an_expert_is_an_error_and_the_file_goes(
     memory = f"{least(model)}MiB"
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
         places = _places(llm)
-    (file,) = weights.iterdir()
+    (file,) = weights.glob("*.weights")
     with file.open("r+b") as out:
         for start in places:  # of the first layer, all experts
             out.seek(start + 100)
@@ -288,7 +331,7 @@ def test_a_wrong_bit_of_an_expert_is_an_error_and_the_file_goes(
         pytest.raises(EngineDeadError, match="are damaged"),
     ):
         answers(llm)
-    assert list(weights.iterdir()) == []
+    assert list(weights.glob("*.weights")) == []
     with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
         assert answers(llm) == expected
 
@@ -301,7 +344,7 @@ def _places(llm: LLM) -> list[int]:
 
 def test_a_file_that_another_process_truncates_is_an_error(model: Path, weights: Path) -> None:
     with LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS) as llm:
-        (file,) = weights.iterdir()
+        (file,) = weights.glob("*.weights")
         answers(llm)
         # waits until this process has copied what it needs and gives its lease back
         done = subprocess.run(
@@ -338,6 +381,160 @@ def test_a_forked_child_reads_experts_too(model: Path) -> None:
         assert all(bool((mlp(x) == one).all()) for mlp, one in zip(layers, expected, strict=True))
 
 
+# -- uses of earlier runs --------------------------------------------------------------------------
+
+LONG = SamplingParams(temperature=1, seed=5, max_tokens=150, min_tokens=150, ignore_eos=True)
+
+
+def run_long(llm: LLM) -> None:
+    llm.generate([PROMPTS[0]], LONG, use_tqdm=False)
+
+
+def uses_file(weights: Path) -> Path:
+    (found,) = weights.glob("*.uses")
+    return found
+
+
+def test_a_second_opening_begins_with_what_was_used_most(model: Path, weights: Path) -> None:
+    """It is read before anybody asks; most of what a request needs is there then."""
+    memory = memory_for(model, 0.5)
+    with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
+        run_long(llm)
+        seen = cache(llm).history()
+    assert seen.tokens == 5 + 149  # the last token is not computed with
+    assert [sum(layer) for layer in seen.chosen] == [4 * seen.tokens] * 4
+    assert sum(seen.ranks) == 4 * 4 * seen.ranked > 0
+    known = read_uses(weights, uses_file(weights).stem)
+    assert known == ExpertUses.of(seen)
+    with LLM(model, memory=memory, weight_cache=True, **LIMITS) as llm:
+        slots, end = sum(cache(llm).slots.values()), time.monotonic() + 30
+        while cache(llm).use().reads < slots and time.monotonic() < end:
+            time.sleep(0.01)
+        assert cache(llm).use().reads == slots
+        llm.generate([PROMPTS[0]], PARAMS, use_tqdm=False)
+        use = cache(llm).use()
+        # Half of the experts; by chance half would be there.
+        assert use.hits > 0.6 * (use.hits + use.guessed + use.missed)
+    both = read_uses(weights, uses_file(weights).stem)
+    assert both is not None and both.tokens == seen.tokens + 5 + 11
+
+
+def test_a_plan_says_on_what_its_speed_stands(model: Path, weights: Path) -> None:
+    memory = memory_for(model, 0.5)
+    options: dict[str, Any] = {"memory": memory, "weight_cache": True, **LIMITS}
+    even = LLM.plan(model, **options)
+    assert even.experts is not None and even.experts.curve == ()
+    assert even.experts.basis == "if all are used about equally often" in str(even)
+    with LLM(model, **options) as llm:
+        run_long(llm)
+    made = LLM.plan(model, **options)
+    assert made.experts is not None and made.experts.counted == 154
+    assert made.experts.basis == "as the last 154 tokens used them" in str(made)
+    curve = made.experts.curve
+    assert len(curve) == 65 and curve[0] == 1.0 and curve[-1] == 0.0
+    assert list(curve) == sorted(curve, reverse=True)
+    assert even.experts.usual != made.experts.usual < made.experts.missed
+    with LLM(model, **options) as llm:
+        run_long(llm)
+        before = cache(llm).use()
+        run_long(llm)
+        use = [new - old for new, old in zip(cache(llm).use(), before, strict=True)]
+    missed = (use[1] + use[2]) / sum(use[:3])
+    assert missed == pytest.approx(made.experts.usual / made.experts.read, abs=0.12)
+
+
+def test_steps_of_several_tokens_are_counted_but_not_ranked(model: Path) -> None:
+    """Only one request alone says what one request needs."""
+    with LLM(model, memory=memory_for(model, 0.5), weight_cache=True, **LIMITS) as llm:
+        short = SamplingParams(temperature=0, max_tokens=60, min_tokens=60, ignore_eos=True)
+        llm.generate([PROMPTS[0]] * 3, short, use_tqdm=False)  # all fit at once
+        seen = cache(llm).history()
+    assert seen.tokens >= 3 * 59 and seen.ranked <= 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: b"\xff" + data[1:],
+        lambda data: data.replace(b'"version": 1', b'"version": 2'),
+        lambda data: data.replace(b'"chosen": [[', b'"chosen": [[-1, '),
+        lambda data: data.replace(b'"chosen": [[', b'"chosen": [[1e400, '),
+        lambda data: data.replace(b'"chosen": [[', b'"chosen": [[1, '),  # another model's
+        lambda data: data.replace(b'"ranks": [', b'"ranks": [1, '),
+        lambda data: b"[" * 100_000,
+        lambda data: b"0" * (5 << 20),
+    ],
+)
+def test_damaged_uses_change_nothing(
+    model: Path, weights: Path, expected: list[Any], damage: Callable[[bytes], bytes]
+) -> None:
+    options: dict[str, Any] = {"memory": f"{least(model)}MiB", "weight_cache": True, **LIMITS}
+    with LLM(model, **options) as llm:
+        answers(llm)
+    file = uses_file(weights)
+    data = file.read_bytes()
+    file.write_bytes(damage(data))
+    assert file.read_bytes() != data
+    plan = LLM.plan(model, **options)
+    assert plan.experts is not None and plan.experts.curve == ()
+    with LLM(model, **options) as llm:
+        assert answers(llm) == expected
+    known = read_uses(weights, file.stem)
+    assert known is not None and [*map(len, known.chosen)] == [32] * 4  # written anew
+
+
+def test_uses_that_others_may_write_are_not_read(model: Path, weights: Path) -> None:
+    with LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS) as llm:
+        answers(llm)
+    file = uses_file(weights)
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o666)
+    assert read_uses(weights, file.stem) is None
+
+
+def test_old_uses_count_less_and_what_is_kept_is_bounded() -> None:
+    ranks = tuple(range(65))
+    old = ExpertUses(MOST_TOKENS, ((MOST_TOKENS, 0), (40, 8)), 1000, ranks)
+    new = ExpertUses(MOST_TOKENS // 2, ((0, MOST_TOKENS // 2), (8, 40)), 1000, ranks)
+    both = old.plus(new)
+    assert both.tokens == MOST_TOKENS
+    assert both.chosen == ((MOST_TOKENS // 2, MOST_TOKENS // 2), (28, 44))
+    again = both.plus(ExpertUses(4 * MOST_TOKENS, ((0, 4 * MOST_TOKENS), (0, 4)), 0, ranks))
+    assert again.tokens == MOST_TOKENS and again.chosen == ((0, MOST_TOKENS), (0, 1))
+    few = ExpertUses(10, ((1, 2, 3),), 0, ranks)
+    assert old.plus(few) == few  # another number of experts
+
+
+def test_the_curve_of_what_is_missed() -> None:
+    first = (100, *(0,) * 64)
+    assert ExpertUses(400, ((1,),), 100, first).missed() == (1.0, *(0.0,) * 64)
+    never = (50, *(0,) * 63, 50)
+    found = ExpertUses(400, ((1,),), 100, never).missed()
+    assert found == (1.0, *(0.5,) * 63, 0.0)
+    assert ExpertUses(400, ((1,),), 7, first).missed() == ()  # too few tokens
+
+
+def test_uses_go_with_their_weights(
+    model: Path, weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(model, memory=f"{least(model)}MiB", weight_cache=True, **LIMITS) as llm:
+        answers(llm)
+    file = uses_file(weights)
+    assert main(["cache", "ls"]) == 0
+    assert file.stem not in capsys.readouterr().out
+    assert main(["cache", "rm", next(weights.glob("*.weights")).stem]) == 0
+    assert not list(weights.iterdir())
+    for number in range(40):
+        (weights / f"{number:032x}.uses").write_bytes(b"")
+        os.utime(weights / f"{number:032x}.uses", (number, number))
+    prune_uses(weights)
+    assert sorted(one.stem for one in weights.iterdir())[0] == f"{8:032x}"
+    assert main(["cache", "prune", "--max-size", "0"]) == 0
+    assert not list(weights.iterdir())
+
+
 # -- slots -----------------------------------------------------------------------------------------
 
 
@@ -372,4 +569,5 @@ def test_the_command_shows_what_is_read(model: Path, capsys: pytest.CaptureFixtu
     limits = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--skip-tokenizer-init"]
     assert main(["plan", str(model), *options, *limits]) == 0
     said = capsys.readouterr().out
-    assert "of these are experts" in said and "of experts for a token; the disk reads" in said
+    assert "of these are experts" in said and "of experts for a token (if all are used" in said
+    assert "the disk reads" in said

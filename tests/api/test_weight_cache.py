@@ -367,7 +367,7 @@ def test_a_full_disk_is_not_filled_further(
 ) -> None:
     from sdk.engine.weight_cache import writer
 
-    monkeypatch.setattr(writer, "_FREE", 1 << 60)
+    monkeypatch.setattr(writer, "FREE", 1 << 60)
     monkeypatch.setattr(writer, "_AT_A_TIME", 1 << 10)
     with LLM(tiny, weight_cache=True, **LIMITS) as llm:
         store(llm).wait()

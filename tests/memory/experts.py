@@ -6,7 +6,8 @@ llama.cpp an interpreter that has llama-cpp-python. Both get one limit of memory
 of the disk, which are the same whatever else the machine does. llama.cpp maps the file as it is,
 does not repack, and begins without it in the page cache. Tokens are drawn (ours at temperature 1,
 which for random weights is about evenly), after some that are not counted. A line of JSON each:
-tokens per second, CPU seconds, megabytes from the disk for a token.
+tokens per second, CPU seconds, megabytes from the disk for a token, and what the opening took. The
+first opening, which packs the model into the cache of weights, has a line of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _row(
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     from sdk import LLM, SamplingParams
+    from sdk.kernels.cpu.probe import read_bandwidth
 
+    opening, seen = _state(), [time.perf_counter()]
     with LLM(
         args.file,
         memory=args.memory,
@@ -62,8 +65,12 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=64,
         num_threads=args.threads,
         skip_tokenizer_init=True,
+        on_progress=lambda *_: seen.append(time.perf_counter()),
     ) as llm:
-        prompt = {"prompt_token_ids": [i * 7919 % _VOCAB for i in range(_PROMPT)]}
+        opened = [after - before for before, after in zip(opening, _state(), strict=True)]
+        silent = max(map(float.__sub__, [*seen[1:], time.perf_counter()], seen))
+        first = 7919 * args.seed
+        prompt = {"prompt_token_ids": [(first + i * 7919) % _VOCAB for i in range(_PROMPT)]}
 
         def run(count: int, seed: int) -> None:
             params = SamplingParams(
@@ -71,13 +78,23 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             )
             llm.generate([prompt], params, use_tqdm=False)
 
-        run(max(args.warm, 1), 1)
+        run(max(args.warm, 1), 2 * args.seed)
         begin, before = _state(), llm.get_metrics()
-        run(args.tokens, 2)
+        run(args.tokens, 2 * args.seed + 1)
         after, found = llm.get_metrics(), _row(args.tokens, begin, _state())
         for name in ("hits", "guesses", "misses", "wait_seconds"):
             found[name] = round(after[f"expert_{name}"] - before[f"expert_{name}"], 2)
-        return {**found, "predicted": llm.memory_plan.tokens_per_second(30e9, disk=args.disk)}
+        plan, memory = llm.memory_plan, read_bandwidth(args.threads)
+        return {
+            **found,
+            "predicted": round(plan.tokens_per_second(memory, disk=args.disk), 2),
+            "predicted_megabytes": round(plan.experts.usual / 1e6, 1) if plan.experts else 0,
+            "gigabytes_per_second": round(memory / 1e9, 1),
+            "planned_mib": plan.total >> 20,
+            "open_seconds": round(opened[0], 2),
+            "open_cpu_seconds": round(opened[1], 2),
+            "longest_without_progress": round(silent, 2),
+        }
 
 
 def llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,8 +142,9 @@ def _group(limit: int, disk: float) -> Iterator[list[Path]]:
 def _in_group(python: str, which: str, args: argparse.Namespace) -> None:
     from sdk.api.sizes import parse_bytes
 
-    own = [f"--{name}={getattr(args, name)}" for name in ("memory", "disk", "threads", "tokens")]
-    command = [python, __file__, args.file, f"--child={which}", f"--warm={args.warm}", *own]
+    names = ("memory", "disk", "threads", "tokens", "warm", "seed")
+    own = [f"--{name}={getattr(args, name)}" for name in names]
+    command = [python, __file__, args.file, f"--child={which}", *own]
     with _group(parse_bytes(args.limit, "limit"), args.disk) as groups:
 
         def enter() -> None:
@@ -147,6 +165,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--warm", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1, help="of the tokens, another in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python")
     parser.add_argument("--child", choices=("ours", "llama.cpp"))
@@ -159,7 +178,7 @@ def main() -> None:
     with ModelFiles(args.file) as files:
         args.file = files.path
         warm, args.warm, args.tokens, count = args.warm, 1, 1, args.tokens
-        ours(args)  # fills the cache of weights
+        _in_group(sys.executable, "ours", args)  # fills the cache of weights
         args.warm, args.tokens = warm, count
         for _ in range(args.rounds):
             _in_group(sys.executable, "ours", args)
@@ -167,6 +186,7 @@ def main() -> None:
                 with open(args.file, "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _in_group(args.peer_python, "llama.cpp", args)
+            args.seed += 1
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ struct ExpertCounts {
     int64_t waited_ns;    // by threads of products, together
 };
 
+// How a cache of experts was used. Of the uses that were ranked, ranks[i] were of an expert before which
+// i / kExpertRanks of all come, those first that were used most lately: a cache of that share misses it.
+enum { kExpertRanks = 64 };
+struct ExpertRanks {
+    int64_t tokens;                   // of which the experts were counted
+    int64_t ranked;                   // of these, tokens whose uses were ranked
+    int64_t ranks[kExpertRanks + 1];  // last: experts that had not been used before
+};
+
 // out[t][h] = x[t][h] times the weight of head h. Heads of x are x_head apart, tokens x_token; those of out
 // out_head and each.out_stride.
 struct HeadsArgs {

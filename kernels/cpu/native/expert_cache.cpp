@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 
 #include "linear_scratch.hpp"
 #include "pack.hpp"
@@ -25,6 +26,8 @@ constexpr double kRarest = 1e-4;  // share of tokens
 constexpr int64_t kGuessedShare = 4;
 // Readers that may read guesses at a time: what is needed then waits for half a disk at most.
 constexpr int kGuessing = 2;
+// Uses are ranked once this many tokens have been counted, those of one token of so many.
+constexpr int64_t kUnranked = 32, kRankedOf = 4;
 // How much the last guess says about the next.
 constexpr double kLearned = 0.05;
 
@@ -113,6 +116,7 @@ int ExpertCache::add(int layer, int kind, const Weight* const* stored, Weight* c
     if (own.first < 0) {
         own.first = number;
         own.uses.assign((size_t)count, 0.0);
+        own.chosen.assign((size_t)count, 0);
     } else {
         group.other = own.first;
         groups_[(size_t)own.first].other = number;
@@ -178,10 +182,76 @@ void ExpertCache::count_uses(Layer* layer, const FetchArgs& args) {
         const int32_t expert = args.active[i];
         const double rows = args.starts[expert + 1] - args.starts[expert];
         layer->uses[(size_t)expert] += layer->weight * rows * (double)steps / (double)tokens;
+        layer->chosen[(size_t)expert] += (int64_t)rows;
     }
     if (layer->weight < kRescale) return;
     for (double& uses : layer->uses) uses /= layer->weight;
     layer->weight = 1.0;
+}
+
+// Of the tokens lately, how many chose an expert.
+double ExpertCache::share_of(const Layer& layer, size_t expert) {
+    return layer.uses[expert] / layer.weight * (1.0 - 1.0 / kGrowth);
+}
+
+void ExpertCache::rank_all() {
+    ranked_.clear();
+    for (const Layer& layer : layers_)
+        for (size_t e = 0; e < layer.uses.size(); ++e) ranked_.push_back(share_of(layer, e));
+    std::sort(ranked_.begin(), ranked_.end(), std::greater<double>());
+}
+
+// Before the uses of a layer are counted: how much of all experts a cache must have for them. Only steps
+// of one token say what one request needs.
+void ExpertCache::count_ranks(const Layer& layer, const FetchArgs& args) {
+    if (&layer == &layers_.front()) {
+        ranks_token_ = args.rows == args.k && (knows_uses_ || ranks_.tokens >= kUnranked) &&
+                       ranks_.tokens % kRankedOf == 0;
+        ranks_.tokens += args.rows / args.k;
+        if (!ranks_token_) return;
+        ++ranks_.ranked;
+        rank_all();
+    }
+    const int32_t used = args.active[args.count];
+    for (int32_t i = 0; ranks_token_ && i < used; ++i) {
+        const double share = share_of(layer, (size_t)args.active[i]);
+        const auto like = std::equal_range(ranked_.begin(), ranked_.end(), share, std::greater<double>());
+        // In the middle of those that are used as much.
+        const int64_t before = ((like.first - ranked_.begin()) + (like.second - ranked_.begin()) - 1) / 2;
+        const int64_t rank = before * kExpertRanks / (int64_t)ranked_.size();
+        ++ranks_.ranks[share > 0.0 ? rank : kExpertRanks];
+    }
+}
+
+void ExpertCache::begin_with(int number, const double* shares, int64_t count) {
+    Lock lock(mutex_);
+    Layer& layer = layers_[(size_t)number];
+    for (int64_t e = 0; e < count; ++e)
+        layer.uses[(size_t)e] = shares[e] * layer.weight / (1.0 - 1.0 / kGrowth);
+    knows_uses_ = true;
+}
+
+void ExpertCache::preload() {
+    Lock lock(mutex_);
+    for (Group& group : groups_)
+        for (Unit& unit : group.units) ahead_.push_back(&unit);
+    std::stable_sort(ahead_.begin(), ahead_.end(), [&](const Unit* a, const Unit* b) {
+        const Layer &of_a = layers_[(size_t)groups_[(size_t)a->group].layer],
+                    &of_b = layers_[(size_t)groups_[(size_t)b->group].layer];
+        return share_of(of_a, (size_t)a->expert) > share_of(of_b, (size_t)b->expert);
+    });
+    work_.notify_all();
+}
+
+void ExpertCache::read_uses(int number, int64_t* out, int64_t count) {
+    Lock lock(mutex_);
+    const std::vector<int64_t>& chosen = layers_[(size_t)number].chosen;
+    for (int64_t e = 0; e < count; ++e) out[e] = chosen[(size_t)e];
+}
+
+void ExpertCache::read_ranks(ExpertRanks* out) {
+    Lock lock(mutex_);
+    *out = ranks_;
 }
 
 void ExpertCache::fetch(const FetchArgs& args) {
@@ -192,7 +262,10 @@ void ExpertCache::fetch(const FetchArgs& args) {
     const bool first = layer.first == args.group;
     {
         Lock lock(mutex_);
-        if (first) count_uses(&layer, args);
+        if (first) {
+            count_ranks(layer, args);
+            count_uses(&layer, args);
+        }
         layer_ = group.layer;
         for (int32_t i = 0; i < used; ++i) {
             Unit& unit = group.units[(size_t)args.active[i]];
@@ -303,7 +376,7 @@ void ExpertCache::run() {
 double ExpertCache::wait_of(const Unit& unit) const {
     const int number = groups_[(size_t)unit.group].layer;
     const Layer& layer = layers_[(size_t)number];
-    const double uses = layer.uses[(size_t)unit.expert] / layer.weight * (1.0 - 1.0 / kGrowth);
+    const double uses = share_of(layer, (size_t)unit.expert);
     const int count = (int)layers_.size();
     const int ahead = (number - layer_ + count) % count;
     const double way = (double)(ahead ? ahead : count) / count;
@@ -355,6 +428,20 @@ ExpertCache::Unit* ExpertCache::next(std::deque<Unit*>* queue, int* slot) {
     return nullptr;
 }
 
+// What `preload` has left, and its slot, which must be free.
+ExpertCache::Unit* ExpertCache::next_ahead(int* slot) {
+    while (!ahead_.empty()) {
+        Unit* unit = ahead_.front();
+        ahead_.pop_front();
+        Kind& kind = kinds_[(size_t)unit->kind];
+        if (unit->state != kAbsent || kind.full) continue;
+        *slot = place_for(*unit);
+        if (*slot >= 0 && !kind.owners[(size_t)*slot]) return unit;
+        kind.full = true;
+    }
+    return nullptr;
+}
+
 // Reads one matrix that was asked for; false: there is none, or no slot for it.
 bool ExpertCache::read_next(Lock& lock) {
     int slot = -1;
@@ -364,6 +451,10 @@ bool ExpertCache::read_next(Lock& lock) {
         if (unit || (queue == &guessed_ && guessing_ >= kGuessing)) continue;
         unit = next(queue, &slot);
         guess = unit && queue == &guessed_;
+    }
+    if (!unit && guessing_ < kGuessing) {
+        unit = next_ahead(&slot);
+        guess = unit != nullptr;
     }
     if (!unit) {
         starved_ = !urgent_.empty() || !needed_.empty() || !guessed_.empty();

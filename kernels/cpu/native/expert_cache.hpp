@@ -47,6 +47,15 @@ public:
     // `strips`: how many of the product's strips are done with it.
     void release(int group, int32_t expert, int64_t strips);
 
+    // Uses that are known from before, each a share of the tokens: what is kept begins with them. All
+    // layers before `preload`.
+    void begin_with(int layer, const double* shares, int64_t count);
+    // Reads what is used most into slots that are free, when readers have nothing else to do.
+    void preload();
+    // How often each expert of a layer was chosen since the cache was made.
+    void read_uses(int layer, int64_t* out, int64_t count);
+    void read_ranks(ExpertRanks* out);
+
     // kDamaged or kUnreadable once a matrix could not be read.
     Status status() const { return (Status)status_.load(std::memory_order_acquire); }
     void read_counts(ExpertCounts* out);
@@ -75,10 +84,12 @@ private:
         int first = -1;      // its group that is fetched first
         double weight = 1.0; // of a use now
         std::vector<double> uses;
+        std::vector<int64_t> chosen;  // rows
     };
     struct Kind {
         uint8_t* memory = nullptr;
         int64_t bytes = 0, slots = 0, expected = 0;
+        bool full = false;  // no slot is free
         std::vector<Unit*> owners;  // null: free
     };
     typedef std::unique_lock<std::mutex> Lock;
@@ -93,10 +104,14 @@ private:
     Status read(const Unit& unit, uint8_t* to) const;
     void point(const Unit& unit, uint8_t* data) const;
     void ask(Unit* unit, std::deque<Unit*>* queue);
+    Unit* next_ahead(int* slot);
     void wake();
     void forget_guesses(Group* group);
     void set_expected(Unit* unit, Reason expected);
     void count_uses(Layer* layer, const FetchArgs& args);
+    static double share_of(const Layer& layer, size_t expert);
+    void rank_all();
+    void count_ranks(const Layer& layer, const FetchArgs& args);
 
     int file_;
     std::string path_;
@@ -108,6 +123,7 @@ private:
     std::vector<Kind> kinds_;
     int layer_ = 0;  // of the last fetch
     std::deque<Unit*> urgent_, needed_, guessed_;
+    std::deque<Unit*> ahead_;  // kAbsent: read when there is nothing else to do
     std::mutex mutex_;
     std::condition_variable work_, done_;
     std::vector<std::thread> readers_;
@@ -118,4 +134,8 @@ private:
     bool starved_ = false;  // readers wait for a slot
     std::atomic<int> status_{kOk};
     ExpertCounts counts_ = {};
+    ExpertRanks ranks_ = {};
+    std::vector<double> ranked_;  // shares of all experts, largest first
+    bool ranks_token_ = false;    // of the present token
+    bool knows_uses_ = false;     // from before
 };

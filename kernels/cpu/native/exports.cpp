@@ -183,6 +183,25 @@ EXPORT void embedlm_experts_counts(void* cache, ExpertCounts* out) {
     static_cast<ExpertCache*>(cache)->read_counts(out);
 }
 
+EXPORT void embedlm_experts_begin_with(void* cache, int layer, const double* shares, int64_t count) {
+    static_cast<ExpertCache*>(cache)->begin_with(layer, shares, count);
+}
+
+EXPORT int embedlm_experts_preload(void* cache) {
+    return guarded([=]() -> int {
+        static_cast<ExpertCache*>(cache)->preload();
+        return kOk;
+    });
+}
+
+EXPORT void embedlm_experts_uses(void* cache, int layer, int64_t* out, int64_t count) {
+    static_cast<ExpertCache*>(cache)->read_uses(layer, out, count);
+}
+
+EXPORT void embedlm_experts_ranks(void* cache, ExpertRanks* out) {
+    static_cast<ExpertCache*>(cache)->read_ranks(out);
+}
+
 EXPORT void embedlm_experts_stop(void* cache) { static_cast<ExpertCache*>(cache)->stop(); }
 
 EXPORT void embedlm_experts_destroy(void* cache) { delete static_cast<ExpertCache*>(cache); }

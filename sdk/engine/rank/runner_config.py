@@ -97,6 +97,8 @@ class RunnerConfig:
     #: fit at least.
     expert_bytes: int = 0
     least_experts: int = 0
+    #: What the weights take in the cache if some experts do not stay in memory, about.
+    packed_bytes: int = 0
     #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
     #: The layers of each stage; empty: every rank has a part of all.

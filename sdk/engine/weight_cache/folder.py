@@ -1,5 +1,6 @@
 """The folder of the cache: which files are there, how old they are, and which of them may stay.
 
+``NAME.uses`` says how often the experts of a model were used (``expert_uses.py``).
 ``NAME.weights`` is complete, ``NAME.part`` is being written, by the process that has locked it. A
 part that nobody has locked is what a process left that was killed. All files belong to the user,
 and nobody else may read or write them.
@@ -22,7 +23,9 @@ from sdk.kernels.system import SYSTEM
 
 #: Bytes at the beginning of a file, with what it is for people.
 PREAMBLE = 4096
-WEIGHTS, PART = ".weights", ".part"
+WEIGHTS, PART, USES = ".weights", ".part", ".uses"
+#: Files of uses, of 10 to 200 KB each.
+_MOST_USES = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -153,6 +156,18 @@ def prune(folder: Path, most: int, keep: str = "") -> list[CachedWeights]:
         with contextlib.suppress(OSError):
             _remove_left(path)
     return removed
+
+
+def prune_uses(folder: Path, most: int = _MOST_USES) -> None:
+    """Remove what is known of the experts of models, but for those that were used last."""
+    found = [(path.stat().st_mtime, path) for path in _files(folder, USES)]
+    for _, path in sorted(found, reverse=True)[most:]:
+        path.unlink(missing_ok=True)
+
+
+def remove_uses(folder: Path, name: str) -> None:
+    """Remove what is known of the experts of one model, if anything is."""
+    (folder / f"{name}{USES}").unlink(missing_ok=True)
 
 
 def _remove_left(path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from sdk.api.sizes import format_bytes
 from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.weight_cache.expert_uses import ExpertUses, keep_uses, read_uses, uses_name
 from sdk.engine.weight_cache.folder import WEIGHTS, opened, weights_folder
 from sdk.engine.weight_cache.index import DamagedError, Index
 from sdk.engine.weight_cache.weights_key import weights_key
@@ -59,6 +60,8 @@ class WeightStore(Mapping[str, Matrix]):
         self.experts: ExpertCache | None = None
         #: Nobody multiplies with experts that were written, but waits for the file.
         self.drops_experts = False
+        #: Called while the disk is waited for.
+        self.alive: Callable[[], None] = lambda: None
         self._writer: WeightWriter | None = None
         self._map: WeightMap | None = None
         self._records: dict[str, Any] = {}  # not taken yet
@@ -68,6 +71,9 @@ class WeightStore(Mapping[str, Matrix]):
         self._index = Index()
         self._taken = 0
         self._path = Path()
+        #: Of the file that says how often experts were used.
+        self._uses = ""
+        self._process = os.getpid()
         #: Why nothing is kept.
         self.reason = ""
         ops.context.closing.append(self._close)
@@ -82,11 +88,17 @@ class WeightStore(Mapping[str, Matrix]):
         self._map = None
         if self._writer is not None:
             self._writer.close()
+        if self.experts is not None and self._uses and os.getpid() == self._process:
+            keep_uses(self._path.parent, self._uses, ExpertUses.of(self.experts.history()))
+            self._uses = ""
 
     # ---- from a file -----------------------------------------------------------------------------
 
-    def read_from(self, file: int, path: Path, threads: int, library: ctypes.CDLL) -> None:
-        """Take matrices from an open file, which is closed then.
+    def read_from(
+        self, file: int, path: Path, threads: int, library: ctypes.CDLL, uses: str = ""
+    ) -> None:
+        """Take matrices from an open file, which is closed then. ``uses``: the name of what is
+        known of the experts.
 
         :raises DamagedError: it is not what was written. :raises KernelError: it cannot be mapped.
         """
@@ -103,6 +115,7 @@ class WeightStore(Mapping[str, Matrix]):
             used = list(_others(self._index.matrices))
             self._map = WeightMap(file, self._index.begin, threads, library, used)
             self.experts.place(self._map.base)
+            self._uses = uses
         self._records = dict(self._index.matrices)
 
     def attach(self, backend: CpuBackend) -> None:
@@ -191,7 +204,7 @@ class WeightStore(Mapping[str, Matrix]):
         self._waiting = found
         if self.drops_experts and isinstance(matrix.weight, ExpertWeights):
             matrix.weight.forget()
-            writer.drain()
+            writer.drain(self.alive)
 
     def _add_waiting(self) -> None:
         assert self._writer is not None
@@ -227,6 +240,9 @@ class WeightStore(Mapping[str, Matrix]):
                 "all weights"
             )
         experts.open()
+        known = read_uses(self._path.parent, self._uses)
+        if known is not None and tuple(map(len, known.chosen)) == experts.experts:
+            experts.begin_with(known.shares())
 
     @staticmethod
     def _records_of_experts(records: Mapping[str, Any]) -> bool:
@@ -235,7 +251,7 @@ class WeightStore(Mapping[str, Matrix]):
     def wait(self) -> None:
         """Until the file is complete, or is given up."""
         if self._writer is not None:
-            self._writer.wait()
+            self._writer.wait(self.alive)
 
     def __str__(self) -> str:
         if self._map is not None:
@@ -329,6 +345,7 @@ def _find(
             store.reason = "the file of the cache was removed"
             return
         about = {"model": checkpoint.path.name, "level": runtime.level}
+        about["uses"] = uses_name(checkpoint.path, config.quantization, config.hf_overrides)
         if mesh.size > 1 or mesh.stages > 1:
             about["rank"] = f"{mesh.number + 1} of {mesh.size * mesh.stages}"
         text = json.dumps(about).encode()
@@ -360,7 +377,8 @@ def _read(
             store.experts = ExpertCache(
                 runtime, file, str(path), config.expert_bytes, config.least_experts
             )
-        store.read_from(file, path, config.num_threads, runtime.library)
+        name = uses_name(checkpoint.path, config.quantization, config.hf_overrides)
+        store.read_from(file, path, config.num_threads, runtime.library, name)
     except _UNREADABLE as error:
         logger.warning("%s is damaged, the weights are packed again: %s", path, error)
         path.unlink(missing_ok=True)

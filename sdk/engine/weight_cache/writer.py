@@ -13,7 +13,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ _PAGE, _LINE = 4096, 64
 #: pages that nobody can use before they are written.
 _AT_A_TIME = 64 << 20
 #: What stays free on the disk.
-_FREE = 1 << 30
+FREE = 1 << 30
+#: Seconds after which who waits for the disk is called.
+_ALIVE = 0.1
 logger = logging.getLogger("sdk")
 
 
@@ -84,12 +86,13 @@ class WeightWriter:
         """Write a packed weight, whose tensors do not change any more, and complete its record."""
         self._queue.put((record, tensors))
 
-    def drain(self) -> None:
-        """Wait until what was added is written: its memory is needed for the next weights."""
+    def drain(self, alive: Callable[[], None]) -> None:
+        """Wait until what was added is written: its memory is needed for the next weights.
+        ``alive`` is called now and then meanwhile, and may raise an exception."""
         done = threading.Event()
         self._queue.put(done)
-        while not done.wait(0.1) and self._thread.is_alive():
-            pass
+        while not done.wait(_ALIVE) and self._thread.is_alive():
+            alive()
 
     def small(self, tensor: Tensor) -> list[Any]:
         """What stands for a small tensor in a record."""
@@ -108,9 +111,11 @@ class WeightWriter:
             self._queue.put(None)
             self._thread.join(timeout=5.0)
 
-    def wait(self) -> None:
-        """Until the file is complete, or is given up."""
-        self._thread.join()
+    def wait(self, alive: Callable[[], None]) -> None:
+        """Until the file is complete, or is given up. ``alive``: as in :meth:`drain`."""
+        while self._thread.is_alive():
+            self._thread.join(_ALIVE)
+            alive()
 
     def _run(self) -> None:
         if not self._waits:
@@ -182,8 +187,8 @@ class WeightWriter:
     def _flush(self) -> None:
         self._flushed = self._size
         SYSTEM.sync_data(self._file)
-        if shutil.disk_usage(self._folder).free < _FREE:
-            raise NotKept(f"less than {format_bytes(_FREE)} are free on the disk")
+        if shutil.disk_usage(self._folder).free < FREE:
+            raise NotKept(f"less than {format_bytes(FREE)} are free on the disk")
 
     def _complete(self, matrices: Mapping[str, Any], unused: list[str], part: Path) -> None:
         self._write(bytes(-self._size % _PAGE))

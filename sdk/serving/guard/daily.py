@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sdk.kernels.system import SYSTEM
-from sdk.serving.guard.files import FileLock, replace_file
+from sdk.kernels.whole_file import replace_file
+from sdk.serving.guard.files import FileLock
 
 _LOG = logging.getLogger("sdk.serving")
 SECONDS_PER_DAY = 86_400

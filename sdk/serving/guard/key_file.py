@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sdk.api.errors import RequestError
-from sdk.serving.guard.files import FileLock, replace_file
+from sdk.kernels.whole_file import replace_file
+from sdk.serving.guard.files import FileLock
 from sdk.serving.guard.keys import KeyHolder, KeyTable, Secret, new_key
 
 _LOG = logging.getLogger("sdk.serving")
