@@ -18,6 +18,7 @@ import hashlib
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -223,6 +224,12 @@ def tags() -> list[str]:
     return found
 
 
+def cpu_time() -> float:
+    """Seconds that the compilers and the other programs started here have taken."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def write_hashes(out: Path) -> None:
     """As ``sha256sum -c SHA256SUMS`` reads them."""
     lines = [
@@ -253,6 +260,7 @@ def make(out: Path, wanted: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for tag in wanted:
             print(f"wheels: compiling for {tag}", flush=True)
+            before = cpu_time()
             tree = Path(folder) / tag
             with tarfile.open(archive) as files:
                 files.extractall(tree, filter="data")
@@ -264,7 +272,8 @@ def make(out: Path, wanted: list[str]) -> None:
             subprocess.run(
                 [sys.executable, str(ROOT / ".ci" / "bill_of_materials.py"), str(wheel)], check=True
             )
-            print(f"wheels: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+            size, spent = wheel.stat().st_size / 1e6, cpu_time() - before
+            print(f"wheels: {wheel.name}, {size:.2f} MB, {spent:.0f} s of CPU time", flush=True)
     write_hashes(out)
 
 

@@ -244,6 +244,9 @@ def test_the_workflows_run_what_there_is_on_every_python_that_is_supported() -> 
             assert command[1] in targets
         elif command[0].startswith("."):
             assert os.access(ROOT / command[0], os.X_OK), command
+        for word in command:
+            if re.match(r"\.?(ci|tests|docs)(/|$)", word):
+                assert (ROOT / word).exists(), command
     assert ["make", "test"] in [command[:2] for command in commands]
     text = (ROOT / "pyproject.toml").read_text()
     supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
