@@ -10,37 +10,37 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from sdk import LLM, SamplingParams, SdkError, demo_model
+from sdk import LLM, RequestError, SamplingParams, SdkError, demo_model
 
 SYSTEM = (
     "You help with the files of one folder. Look with the tools before you answer: list_files, "
     "read_file, find_text. Change files only when you are asked to, with write_file."
 )
-#: What a model reads of one file or one search.
-MOST_LINES = 200
-#: Larger files are not read.
-MOST_BYTES = 1 << 20
+Say = Callable[[str], None]
+#: What a model reads of one file or one search; larger files are not read.
+MOST_LINES, MOST_BYTES = 200, 1 << 20
 
 
 class Files:
-    """The tools: methods whose names, types and docstrings the model reads.
+    """Tools: the model reads their names, types and docstrings, and what they raise."""
 
-    What they raise goes back to the model as a message, so that it can try something else.
-    """
-
-    def __init__(self, folder: Path, confirm: Callable[[str], bool]) -> None:
+    def __init__(self, folder: Path, confirm: Callable[[str], bool], say: Say = print) -> None:
         self._root = folder.resolve(strict=True)
-        self._confirm = confirm
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder}: is not a folder")
+        self._confirm, self._say = confirm, say
 
     def tools(self) -> list[Callable[..., Any]]:
         return [self.list_files, self.read_file, self.find_text, self.write_file]
 
     def list_files(self, folder: Annotated[str, "A folder; '.' is the whole."] = ".") -> list[str]:
         """List the files of a folder and of the folders in it."""
+        self._say(f"  list_files {folder!r}")
         start = self._inside(folder)
         if not start.is_dir():
             raise ValueError(f"{folder}: is not a folder")
@@ -53,6 +53,7 @@ class Files:
         first_line: Annotated[int, "Where to begin; 1 is the first line."] = 1,
     ) -> str:
         """Read a text file."""
+        self._say(f"  read_file {path!r}")
         lines = self._text(self._inside(path)).splitlines()
         start = max(first_line, 1) - 1
         shown = lines[start : start + MOST_LINES]
@@ -63,6 +64,7 @@ class Files:
         self, text: Annotated[str, "What to look for; upper and lower case are the same."]
     ) -> list[str]:
         """Find the lines of all files that have a text."""
+        self._say(f"  find_text {text!r}")
         if not text:
             raise ValueError("text: is empty")
         found: list[str] = []
@@ -85,15 +87,14 @@ class Files:
     ) -> str:
         """Write a text file. The user is asked first."""
         file = self._inside(path)
-        if file.is_dir():
-            raise ValueError(f"{path}: is a folder")
+        content = text.encode()  # before the file is opened: half a surrogate pair has no bytes
         before = self._text(file) if file.exists() else ""
         lines = before.splitlines(), text.splitlines()
         change = difflib.unified_diff(*lines, f"{path} before", f"{path} after", lineterm="")
         if not self._confirm("\n".join(change) or f"{path}: stays as it is"):
             raise ValueError("the user said no; do not try it again")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
+        file.write_bytes(content)
         return f"wrote {self._name(file)}"
 
     def _inside(self, path: str) -> Path:
@@ -107,9 +108,9 @@ class Files:
         """Its files, without hidden ones and without links that lead out of the folder."""
         found = []
         for path in sorted(folder.rglob("*")):
-            parts = path.relative_to(self._root).parts
-            inside = path.resolve().is_relative_to(self._root)
-            if inside and path.is_file() and not any(one.startswith(".") for one in parts):
+            hidden = any(one.startswith(".") for one in path.relative_to(self._root).parts)
+            # is_file first: it is false for a link to itself, which cannot be resolved
+            if not hidden and path.is_file() and path.resolve().is_relative_to(self._root):
                 found.append(path)
         return found
 
@@ -117,21 +118,21 @@ class Files:
         return path.relative_to(self._root).as_posix()
 
     def _text(self, file: Path) -> str:
-        """:raises ValueError: it is too large, or not text."""
+        """:raises ValueError: it is missing, too large, or not text."""
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise ValueError(f"{file.name}: is not a file")
         if file.stat().st_size > MOST_BYTES:
             raise ValueError(f"{file.name}: has more than {MOST_BYTES} bytes")
         try:
             return file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file.name}: is not text") from error
+        except UnicodeDecodeError:
+            raise ValueError(f"{file.name}: is not text") from None
 
 
 class Agent:
     """A conversation; ``say`` shows what the model asks for and answers."""
 
-    def __init__(
-        self, llm: LLM, files: Files, say: Callable[[str], None], max_tokens: int = 512
-    ) -> None:
+    def __init__(self, llm: LLM, files: Files, say: Say, max_tokens: int = 512) -> None:
         self._llm, self._files, self._say = llm, files, say
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
         # -1: if the conversation is too long, its oldest turns are left out
@@ -140,52 +141,56 @@ class Agent:
         )
 
     def ask(self, question: str, tool_choice: str = "auto") -> str:
-        """The answer; calls of tools before it are shown and run, at most ten rounds of them."""
+        """The answer; tools run before it, at most ten rounds of them."""
+        if not question.strip():
+            raise RequestError("question: is empty")
         asked = [*self._messages, {"role": "user", "content": question}]
-        run = self._llm.run_tools(
-            asked, self._files.tools(), self._params, tool_choice=tool_choice, max_turns=10
-        )
-        self._messages = run.messages
-        for message in run.messages[len(asked) :]:
-            for call in message.get("tool_calls", ()):
-                self._say(f"  {call['function']['name']} {call['function']['arguments']}")
-        answer = run.output.content if run.stopped == "answered" else "(too many calls; ask again)"
+        tools = self._files.tools()
+        run = self._llm.run_tools(asked, tools, self._params, tool_choice=tool_choice, max_turns=10)
+        answer = "(too many calls; ask again)"  # and calls without results are not kept
+        if run.stopped == "answered":
+            self._messages, answer = run.messages, run.output.content
         self._say(answer)
         return answer
 
 
 def asked(change: str) -> bool:
     """Show a change, and ask on the terminal. Only a "y" is a yes."""
-    print(change)
-    try:
-        return input("Write this? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
+    print(f"{change}\nWrite this? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def converse(agent: Agent) -> None:
+    """Answer questions from the terminal until it ends (Ctrl-D). Ctrl-C ends one answer."""
+    while True:
+        try:
+            agent.ask(input("> "))
+        except RequestError as error:  # too long, for example: the conversation goes on without it
+            print(f"[{error}]")
+        except KeyboardInterrupt:
+            print("\n[stopped; Ctrl-D ends]")
+        except EOFError:
+            return print()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="An agent for the files of one folder.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "question", nargs="?", help="without one, questions are read from the terminal"
-    )
-    parser.add_argument(
-        "--model", help="a model that calls tools; default: the demo model, which hardly does"
-    )
+    parser.add_argument("question", nargs="?", help="default: read questions from the terminal")
+    parser.add_argument("--model", help="one that calls tools; the demo model hardly does")
     args = parser.parse_args(arguments)
     try:
         files = Files(args.folder, asked)
         with LLM(args.model or demo_model(), memory="4GiB", max_model_len=8192) as llm:
             agent = Agent(llm, files, print)
-            if args.question:
+            if args.question is not None:
                 agent.ask(args.question)
-                return
-            while question := input("> ").strip():
-                agent.ask(question)
+            else:
+                converse(agent)
     except (SdkError, OSError) as error:
         raise SystemExit(f"agent: {error}") from error
-    except (EOFError, KeyboardInterrupt):
-        print()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ what happens goes into a queue, which the window empties fifty times a second.
 from __future__ import annotations
 
 import queue
+import signal
 import sys
 import threading
 import tkinter as tk
@@ -20,7 +21,7 @@ from sdk import LLM, LoadCancelled, SamplingParams, SdkError, demo_model
 class Event(NamedTuple):
     """What happened. ``text``: a piece of an answer, or an error. ``part``: of a load, 0 to 1."""
 
-    kind: Literal["loading", "ready", "piece", "ended", "failed"]
+    kind: Literal["loading", "ready", "piece", "ended", "failed", "interrupted"]
     text: str = ""
     part: float = 0
 
@@ -146,7 +147,11 @@ class Window:
 
     def _tick(self) -> None:
         while not self.chat.events.empty():
-            self._happened(self.chat.events.get())
+            event = self.chat.events.get()
+            if event.kind == "interrupted":
+                self.close()
+                return
+            self._happened(event)
         self.root.after(20, self._tick)
 
     def _happened(self, event: Event) -> None:
@@ -174,8 +179,14 @@ class Window:
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
     root = tk.Tk()
-    Window(root, Chat(model))
-    root.mainloop()
+    chat = Chat(model)
+    Window(root, chat)
+    # Tk would show the KeyboardInterrupt of a Ctrl-C in the terminal, and go on without its timer
+    signal.signal(signal.SIGINT, lambda *_: chat.events.put(Event("interrupted")))
+    try:
+        root.mainloop()
+    finally:
+        chat.close()  # its thread would keep the process alive
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
+import textwrap
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,19 +23,24 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Depends, FastAPI, HTTPException, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, StringConstraints
 
 from sdk import LLM, RequestError, SamplingParams, demo_model
 from sdk.demo import MINILM
 
 #: Passages that a search finds, and those that the model reads.
 FOUND, READ = 20, 3
-#: Words of a passage: what embedding models read at once.
-WORDS = 120
+#: Words of a passage: what embedding models read at once. Characters, for text with few spaces.
+WORDS, CHARACTERS = 120, 800
+#: The longest answer.
+MAX_TOKENS = 320
+logger = logging.getLogger("rag_service")
 
 
 class Question(BaseModel):
-    question: str = Field(min_length=1, max_length=2000)
+    question: Annotated[
+        str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)
+    ]
 
 
 class Citation(BaseModel):
@@ -60,17 +67,36 @@ def passages_of(folder: Path) -> Iterator[Passage]:
     for path in sorted(folder.rglob("*")):
         if path.suffix not in (".md", ".txt") or not path.is_file():
             continue
-        title, part = "", ""
-        for block in re.split(r"\n\s*\n", path.read_text("utf-8", errors="replace")):
-            heading = re.match(r"#+ (.*)", block)
-            if part and (heading or len((part + block).split()) > WORDS):
-                yield Passage(path.relative_to(folder).as_posix(), f"{title}\n{part}".strip())
+        try:
+            text = path.read_text("utf-8", errors="replace")
+        except OSError as error:
+            logger.warning("left out: %s", error)
+            continue
+        if "\0" in text:
+            logger.warning("left out: %s is not text in UTF-8", path)
+            continue
+        for part in parts_of(text):
+            yield Passage(path.relative_to(folder).as_posix(), part)
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Paragraphs of a text, short ones together, long ones in pieces."""
+    title, part = "", ""
+    for block in re.split(r"\n\s*\n", text):
+        heading = re.match(r"#+ (.*)", block)
+        if part and heading:
+            yield f"{title}\n{part}".strip()
+            part = ""
+        if heading:
+            title, block = heading[1], block[heading.end() :]
+        for piece in textwrap.wrap(block, CHARACTERS, replace_whitespace=False):
+            longer = part + piece
+            if part and (len(longer) > CHARACTERS or len(longer.split()) > WORDS):
+                yield f"{title}\n{part}".strip()
                 part = ""
-            if heading:
-                title, block = heading[1], block[heading.end() :]
-            part += f"{block.strip()}\n" if block.strip() else ""
-        if part:
-            yield Passage(path.relative_to(folder).as_posix(), f"{title}\n{part}".strip())
+            part += f"{piece.strip()}\n"
+    if part:
+        yield f"{title}\n{part}".strip()
 
 
 class Library:
@@ -78,6 +104,8 @@ class Library:
 
     def __init__(self, folder: Path, chat: LLM, embedder: LLM, reranker: LLM | None) -> None:
         self._chat, self._embedder, self._reranker = chat, embedder, reranker
+        if not folder.is_dir():
+            raise RuntimeError(f"{folder}: is not a folder")
         self.passages = list(passages_of(folder))
         if not self.passages:
             raise RuntimeError(f"{folder}: has no .md and no .txt file with text")
@@ -99,11 +127,12 @@ class Library:
     async def answer(self, question: str) -> Answer:
         """An answer from the passages. Its form is constrained, so it always names sources."""
         found = await self.search(question)
-        shown = "\n\n".join(f"[{n}] {one.text}" for n, (one, _) in enumerate(found, 1))
-        messages = [
-            {"role": "system", "content": "Answer from the numbered passages alone, briefly."},
-            {"role": "user", "content": f"{shown}\n\nQuestion: {question}"},
-        ]
+        ids_of = self._chat.get_tokenizer().apply_chat_template
+        room = self._chat.max_model_len - MAX_TOKENS
+        messages = conversation(question, found)
+        while len(found) > 1 and len(ids_of(messages, add_generation_prompt=True)) > room:
+            found.pop()  # some scripts take several tokens for each character
+            messages = conversation(question, found)
         form = {
             "type": "object",
             "properties": {
@@ -118,12 +147,21 @@ class Library:
             "required": ["answer", "sources"],
             "additionalProperties": False,
         }
-        params = SamplingParams(temperature=0, max_tokens=320)
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         [output] = await self._chat.achat(messages, params, returns=form)
         said = output.parsed
         used = [found[n - 1] for n in sorted(set(said["sources"]))]
         citations = [Citation(file=p.file, text=p.text, score=score) for p, score in used]
         return Answer(answer=said["answer"], citations=citations)
+
+
+def conversation(question: str, found: list[tuple[Passage, float]]) -> list[dict[str, str]]:
+    """What the model reads."""
+    shown = "\n\n".join(f"[{n}] {one.text}" for n, (one, _) in enumerate(found, 1))
+    return [
+        {"role": "system", "content": "Answer from the numbered passages alone, briefly."},
+        {"role": "user", "content": f"{shown}\n\nQuestion: {question}"},
+    ]
 
 
 @asynccontextmanager

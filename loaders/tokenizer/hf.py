@@ -23,6 +23,7 @@ from sdk.loaders.tokenizer.portions import (
     PORTION,
     UNBROKEN,
     check_count,
+    counted_after,
     portions,
     run_library,
 )
@@ -297,10 +298,11 @@ class JsonTokenizer(TextTokenizer):
                     ids.append(piece)
                     continue
                 plain = piece.replace(breaker, "")
-                if ids:
-                    ids += self._run_continued(plain, left)
-                else:
-                    ids += self._run(plain, False, False, left)
+                with counted_after(len(ids)):
+                    if ids:
+                        ids += self._run_continued(plain, left)
+                    else:
+                        ids += self._run(plain, False, False, left)
         bos = self.bos_token_id
         if self._chat_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)

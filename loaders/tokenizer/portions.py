@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sdk.quant.tokenizer import TooManyTokens
@@ -62,6 +63,15 @@ def check_count(count: int, stop_after: int | None) -> None:
     """:raises TooManyTokens: ``count`` is more than ``stop_after``."""
     if stop_after is not None and count > stop_after:
         raise TooManyTokens(count)
+
+
+@contextmanager
+def counted_after(count: int) -> Iterator[None]:
+    """Adds the ``count`` tokens before a part to what is said of the part if it is too long."""
+    try:
+        yield
+    except TooManyTokens as error:
+        raise TooManyTokens(count + error.at_least) from None
 
 
 def run_library(backend: Any, text: str, add_special_tokens: bool = False) -> list[int]:

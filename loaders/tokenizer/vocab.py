@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from sdk.kernels.dataclass import dataclass
 from sdk.loaders.tokenizer.base import Frame, TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import EncodeText, token_bytes
+from sdk.loaders.tokenizer.portions import counted_after
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
 from sdk.quant.tokenizer import TooManyTokens
@@ -151,7 +152,8 @@ class VocabTokenizer(TextTokenizer):
                 piece = " " + piece
             if rules.escape_spaces:
                 piece = piece.replace(" ", SPACE)
-            ids += self._encode_text(piece, left)
+            with counted_after(len(ids)):
+                ids += self._encode_text(piece, left)
             after_special = False
         return ids
 

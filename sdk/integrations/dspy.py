@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from sdk import LLM
 from sdk.integrations.in_process import ADDRESS, Exchange, LoopThread, Request
+from sdk.integrations.vectors import check_llm
 from sdk.kernels.packages import needed_for
 from sdk.serving import create_app
 
@@ -34,13 +35,14 @@ def lm(llm: LLM, model: str = "embedlm", **options: Any) -> dspy.LM:
     ``options``: those of ``dspy.LM``, such as ``temperature``, ``max_tokens``, ``cache``. The
     owner of ``llm`` closes it.
     """
+    check_llm(llm)
     app = create_app(llm, model_name=model)
     connection: dict[str, Any] = {"api_key": "none", "base_url": ADDRESS, "compat": "vllm"}
     return dspy.LM(
         model,
         engine=_Engine(transport=_Transport(app), **connection),
         async_engine=_AsyncEngine(transport=_AsyncTransport(app), **connection),
-        **options,
+        **{"num_retries": 0, **options},  # nothing that fails here would not fail again
     )
 
 

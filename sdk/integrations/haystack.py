@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from sdk import LLM
-from sdk.integrations.vectors import Vectors
+from sdk.integrations.vectors import Vectors, check_llm
 from sdk.kernels.packages import needed_for
 
 with needed_for("sdk.integrations.haystack needs"):
     from haystack import Document, component
     from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.core.errors import SerializationError
     from haystack.utils import Secret
 
 
@@ -28,13 +29,25 @@ def chat_generator(llm: LLM, model: str = "embedlm", **options: Any) -> OpenAICh
     """
     from sdk.integrations.openai import async_client, client
 
+    check_llm(llm)
     made = OpenAIChatGenerator(api_key=Secret.from_token("none"), model=model, **options)
     made.client, made.async_client = client({model: llm}), async_client({model: llm})
     return made
 
 
+class _Open:
+    """What components with an open model have in common."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """:raises SerializationError: an open model is not saved."""
+        raise SerializationError(
+            f"{type(self).__name__}: holds an open model, so its pipeline is not saved to a file; "
+            "build it in code"
+        )
+
+
 @component
-class EmbedLMTextEmbedder:
+class EmbedLMTextEmbedder(_Open):
     """The vector of a query. ``query_prompt``: the name of a prompt of a sentence-transformers
     folder (``"query"``). ``dimensions``: see :meth:`sdk.LLM.embed`."""
 
@@ -55,7 +68,7 @@ class EmbedLMTextEmbedder:
 
 
 @component
-class EmbedLMDocumentEmbedder:
+class EmbedLMDocumentEmbedder(_Open):
     """Documents with vectors of their contents, and of the metadata that
     ``meta_fields_to_embed`` names, one a line before the content."""
 
@@ -89,14 +102,15 @@ class EmbedLMDocumentEmbedder:
 
 
 @component
-class EmbedLMRanker:
+class EmbedLMRanker(_Open):
     """Keeps the ``top_k`` documents that match a query best, best first, with their ``score``.
 
     See :meth:`sdk.LLM.rerank` about models.
     """
 
     def __init__(self, llm: LLM, *, top_k: int | None = 10) -> None:
-        self._llm, self._top_k = llm, top_k
+        check_llm(llm)
+        self._llm, self._top_k = llm, _at_least_one(top_k)
 
     @component.output_types(documents=list[Document])
     def run(
@@ -104,7 +118,8 @@ class EmbedLMRanker:
     ) -> dict[str, Any]:
         """``documents``: the best."""
         texts = [one.content or "" for one in documents]
-        ranks = self._llm.rerank(query, texts, top_k or self._top_k) if texts else []
+        most = self._top_k if top_k is None else _at_least_one(top_k)
+        ranks = self._llm.rerank(query, texts, most) if texts else []
         return _ranked(documents, ranks)
 
     @component.output_types(documents=list[Document])
@@ -113,8 +128,15 @@ class EmbedLMRanker:
     ) -> dict[str, Any]:
         """:meth:`run` for an event loop."""
         texts = [one.content or "" for one in documents]
-        ranks = await self._llm.arerank(query, texts, top_k or self._top_k) if texts else []
+        most = self._top_k if top_k is None else _at_least_one(top_k)
+        ranks = await self._llm.arerank(query, texts, most) if texts else []
         return _ranked(documents, ranks)
+
+
+def _at_least_one(top_k: int | None) -> int | None:
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected an integer of at least 1, found {top_k}")
+    return top_k
 
 
 def _embedded(documents: list[Document], vectors: list[list[float]]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -26,15 +28,21 @@ class Request(NamedTuple):
     body: bytes
 
 
+class TimedOut(Exception):
+    """A response took too long; its request was ended."""
+
+
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own, which ends with :meth:`close`, or when nothing refers
+    to this object."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sdk-in-process", daemon=True
+            target=_run, args=(self._loop,), name="sdk-in-process", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, _stop, self._loop).atexit = False
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The result of ``work``; an exception that is raised here (Ctrl-C) cancels it."""
@@ -47,15 +55,32 @@ class LoopThread:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            _stop(self._loop)
             self._thread.join()
-            self._loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 class Exchange:
-    """One request to an ASGI application, and its response. Made and used on one event loop."""
+    """One request to an ASGI application, and its response. Used on one event loop, but for
+    :meth:`leave`.
 
-    def __init__(self, app: Any, request: Request) -> None:
+    ``timeout``: the longest wait for the head of the response, and for each piece of its body, in
+    seconds. :meth:`start` and :meth:`pieces` raise :class:`TimedOut` after it.
+    """
+
+    def __init__(self, app: Any, request: Request, timeout: float | None = None) -> None:
+        self._timeout = timeout
         url = urlsplit(request.url)
         scope = {
             "type": "http",
@@ -82,10 +107,17 @@ class Exchange:
         # Not bounded: all of it is the text of an answer.
         self._pieces = asyncio.Queue[bytes | None]()
         self._left = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.ensure_future(self._run)
         self._task.add_done_callback(lambda _: self._pieces.put_nowait(None))
         try:
-            await asyncio.wait([self._started, self._task], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [self._started, self._task],
+                return_when=asyncio.FIRST_COMPLETED,
+                timeout=self._timeout,
+            )
+            if not done:
+                raise self._timed_out()
             if not self._started.done():
                 await self._task  # its error
             return self._started.result()
@@ -108,10 +140,25 @@ class Exchange:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
-        while (piece := await self._pieces.get()) is not None:
+        while (piece := await self._piece()) is not None:
             yield piece
         if not self._left.is_set():
             await self._task  # its error
+
+    async def _piece(self) -> bytes | None:
+        try:
+            return await asyncio.wait_for(self._pieces.get(), self._timeout)
+        except asyncio.TimeoutError:
+            await self.close()
+            raise self._timed_out() from None
+
+    def _timed_out(self) -> TimedOut:
+        return TimedOut(f"no answer, or no more of it, within {self._timeout:g} s")
+
+    def leave(self) -> None:
+        """The reader has left, for any thread: the request ends soon."""
+        with suppress(RuntimeError):  # its event loop is closed, and has ended it
+            self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def close(self) -> None:
         """The reader has left: the request ends. Idempotent."""

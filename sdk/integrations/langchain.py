@@ -13,11 +13,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from sdk import LLM, SamplingParams, StructuredOutputsParams
+from sdk import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from sdk.api.outputs import CompletionOutput, RequestOutput
 from sdk.integrations.schemas import closed
-from sdk.integrations.vectors import Vectors
+from sdk.integrations.vectors import Vectors, check_llm
 from sdk.kernels.packages import needed_for
+from sdk.requests.prompts.kinds import ChatOptions
+from sdk.serving.openai.responses import Responses
 
 with needed_for("sdk.integrations.langchain needs"):
     from langchain_core.callbacks import (
@@ -94,6 +96,7 @@ class ChatEmbedLM(BaseChatModel):
             self.llm, self._owned = LLM(self.model, **self.options), True
         elif self.options:
             raise ValueError("options: apply to model=PATH alone; this llm is already open")
+        check_llm(self.llm)
         return self
 
     def close(self) -> None:
@@ -120,12 +123,39 @@ class ChatEmbedLM(BaseChatModel):
         found["ls_model_name"] = kwargs.get("model") or self._model_name
         return found
 
+    # ---- tokens ---------------------------------------------------------------------------------
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        ids: list[int] = self.llm.get_tokenizer().encode(text, add_special_tokens=False)
+        return ids
+
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """The tokens of the prompt that the messages become.
+
+        Of a conversation that is too long, or of a part that the model's template refuses, such as
+        ``trim_messages`` asks about, those of the texts alone.
+        """
+        described = [_closed(convert_to_openai_tool(tool)) for tool in tools or ()]
+        conversation = convert_to_openai_messages(list(messages))
+        try:
+            options = ChatOptions.of("get_num_tokens_from_messages", {"tools": described})
+            read = self.llm._reader.read_chat(conversation, SamplingParams(), options)
+            return len(read.token_ids)
+        except RequestError:
+            texts = [message.text for message in messages] + [json.dumps(one) for one in described]
+            return sum(len(self.get_token_ids(text)) for text in texts)
+
     # ---- requests --------------------------------------------------------------------------------
 
     def _request(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], SamplingParams, dict[str, Any]]:
         """Conversation, parameters, and keyword arguments of ``LLM.chat``."""
+        if not messages:
+            raise RequestError("messages: expected at least one, found none")
         own = {name: getattr(self, name) for name in _SAMPLING}
         fields = {**own, "stop": self.stop, **self.sampling}
         fields |= {name: value for name, value in given.items() if name not in _TEMPLATE}
@@ -142,6 +172,17 @@ class ChatEmbedLM(BaseChatModel):
         conversation = convert_to_openai_messages(list(messages))
         return conversation, defaults.clone(**fields), template
 
+    def _streamed(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], SamplingParams, dict[str, Any]]:
+        """:meth:`_request` for a stream."""
+        found = self._request(messages, stop, given)
+        if found[1].n != 1:
+            raise RequestError(
+                f"n: a stream has one answer, found {found[1].n}; use generate for several"
+            )
+        return found
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -151,7 +192,7 @@ class ChatEmbedLM(BaseChatModel):
     ) -> ChatResult:
         conversation, params, template = self._request(messages, stop, kwargs)
         [output] = self.llm.chat(conversation, params, use_tqdm=False, **template)
-        return self._result(output)
+        return self._result(output, params)
 
     async def _agenerate(
         self,
@@ -162,7 +203,7 @@ class ChatEmbedLM(BaseChatModel):
     ) -> ChatResult:
         conversation, params, template = self._request(messages, stop, kwargs)
         [output] = await self.llm.achat(conversation, params, **template)
-        return self._result(output)
+        return self._result(output, params)
 
     def _stream(
         self,
@@ -171,11 +212,11 @@ class ChatEmbedLM(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        conversation, params, template = self._request(messages, stop, kwargs)
+        conversation, params, template = self._streamed(messages, stop, kwargs)
         generated = 0
         for output in self.llm.stream(conversation, params, **template):
             generated += len(output.outputs[0].token_ids)
-            chunk = self._chunk(output, generated)
+            chunk = self._chunk(output, generated, params)
             if run_manager is not None:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -187,11 +228,11 @@ class ChatEmbedLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        conversation, params, template = self._request(messages, stop, kwargs)
+        conversation, params, template = self._streamed(messages, stop, kwargs)
         generated = 0
         async for output in self.llm.astream(conversation, params, **template):
             generated += len(output.outputs[0].token_ids)
-            chunk = self._chunk(output, generated)
+            chunk = self._chunk(output, generated, params)
             if run_manager is not None:
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -206,7 +247,16 @@ class ChatEmbedLM(BaseChatModel):
             "model_provider": "embedlm",
         }
 
-    def _result(self, output: Any) -> ChatResult:
+    def _logprobs(self, answer: CompletionOutput, params: SamplingParams) -> dict[str, Any]:
+        """``logprobs`` in the form of OpenAI's API, if they were asked for."""
+        if not answer.logprobs:
+            return {}
+        top = params.logprobs
+        made = Responses("", "", lambda _: None, self.llm.get_tokenizer(), top).logprobs(answer)
+        assert made is not None
+        return {"logprobs": made.model_dump()}
+
+    def _result(self, output: Any, params: SamplingParams) -> ChatResult:
         usage = _usage(output, sum(len(answer.token_ids) for answer in output.outputs))
         found = []
         for answer in output.outputs:
@@ -230,13 +280,13 @@ class ChatEmbedLM(BaseChatModel):
                     )
                     for call in invalid
                 ],
-                response_metadata=self._facts(answer),
+                response_metadata={**self._facts(answer), **self._logprobs(answer, params)},
                 usage_metadata=usage,
             )
             found.append(ChatGeneration(message=reply, generation_info=self._facts(answer)))
         return ChatResult(generations=found, llm_output={"model_name": self._model_name})
 
-    def _chunk(self, output: Any, generated: int) -> ChatGenerationChunk:
+    def _chunk(self, output: Any, generated: int, params: SamplingParams) -> ChatGenerationChunk:
         """What is new in the answer; the last chunk has the usage too: ``generated`` tokens."""
         [answer] = output.outputs
         delta = answer.delta
@@ -247,9 +297,10 @@ class ChatEmbedLM(BaseChatModel):
                 tool_call_chunk(name=one.name, args=one.arguments, id=one.id, index=one.index)
                 for one in delta.tool_calls
             ],
+            response_metadata=self._logprobs(answer, params),
         )
         if output.finished:
-            message.response_metadata = self._facts(answer)
+            message.response_metadata |= self._facts(answer)
             message.usage_metadata = _usage(output, generated)
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message)
@@ -384,6 +435,11 @@ class EmbedLMReranker(BaseDocumentCompressor):
 
     llm: Any = Field(exclude=True, repr=False)
     top_n: int | None = 3
+
+    @model_validator(mode="after")
+    def _check(self) -> EmbedLMReranker:
+        check_llm(self.llm)
+        return self
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

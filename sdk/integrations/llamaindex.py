@@ -7,10 +7,11 @@ the extra ``server``. ``docs/guides/frameworks.md`` shows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sdk import LLM
-from sdk.integrations.vectors import Vectors
+from sdk.integrations.vectors import Vectors, check_llm
 from sdk.kernels.packages import needed_for
 
 with needed_for("sdk.integrations.llamaindex needs"):
@@ -28,6 +29,7 @@ def chat_model(llm: LLM, model: str = "embedlm", **options: Any) -> Any:
     """
     with needed_for("sdk.integrations.llamaindex.chat_model needs"):
         from llama_index.llms.openai_like import OpenAILike
+    check_llm(llm)
 
     from sdk.integrations.openai import async_client, client
 
@@ -64,6 +66,9 @@ class EmbedLMEmbedding(BaseEmbedding):
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
+        check_llm(self.llm)
+        if "model_name" not in self.model_fields_set:
+            self.model_name = Path(self.llm.config.model).name
         self._vectors = Vectors(self.llm, self.query_prompt, self.document_prompt, self.dimensions)
 
     @classmethod
@@ -97,6 +102,10 @@ class EmbedLMRerank(BaseNodePostprocessor):
 
     llm: Any = Field(exclude=True, repr=False)
     top_n: int | None = 2
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        check_llm(self.llm)
 
     @classmethod
     def class_name(cls) -> str:

@@ -37,6 +37,10 @@ _ENGINE = ("memory", "max_model_len")
 _IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
 
 
+class EmbeddingError(llm.ModelError, click.ClickException):
+    """An error of ``llm embed``, which shows those of click alone without a traceback."""
+
+
 class Options(llm.Options):
     """``-o NAME VALUE``: what is not given is the model's own default."""
 
@@ -118,6 +122,8 @@ class _Shared:
         params = opened.get_default_sampling_params().clone(**given)
         tools = [_tool(tool) for tool in prompt.tools]
         messages = [one for message in prompt.messages for one in _messages(message)]
+        if not messages:
+            raise llm.ModelError("the prompt is empty")
         return opened, messages, {"sampling_params": params, "tools": tools}
 
 
@@ -170,11 +176,11 @@ class Embedding(llm.EmbeddingModel):
 
     def embed_batch(self, items: Iterable[Any], *, key: str | None = None) -> Iterator[list[float]]:
         """A vector for each text."""
-        opened = self.engine.open()
         try:
+            opened = self.engine.open()
             found = opened.embed(list(items), truncate_prompt_tokens=-1, use_tqdm=False)
-        except SdkError as error:
-            raise llm.ModelError(str(error)) from error
+        except (SdkError, llm.ModelError) as error:
+            raise EmbeddingError(str(error)) from error
         yield from (one.embedding for one in found)
 
 
@@ -318,7 +324,13 @@ def register_commands(cli: Any) -> None:
     @click.option("--embedding", is_flag=True, help="It is for `llm embed`")
     def add(model: str, name: str | None, embedding: bool) -> None:
         """Note MODEL, a file, a folder or a hub name, for -m embedlm/NAME"""
+        from sdk.loaders.open import check_there  # for this command alone
+
         path = Path(model).expanduser()
+        try:
+            check_there(path if path.exists() else model)
+        except (SdkError, OSError) as error:
+            raise click.ClickException(str(error)) from error
         if path.exists():
             model = str(path.resolve())
         name = name or (path.stem if path.is_file() else path.name)

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdk import LLM
+from sdk.quant.safe_repr import safe_repr
+
+
+def check_llm(llm: Any) -> None:
+    """:raises TypeError: ``llm`` is something else, such as the path of a model."""
+    if not isinstance(llm, LLM):
+        raise TypeError(f"llm: expected an open sdk.LLM, found {safe_repr(llm)}; use LLM(PATH)")
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,9 @@ class Vectors:
     query: str | None = None
     document: str | None = None
     dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        check_llm(self.llm)
 
     def of_documents(self, texts: Sequence[str]) -> list[list[float]]:
         return self._embed(texts, self.document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ class Confirm:
         return self.answer
 
 
-def files(folder: Path, answer: bool = True) -> tuple[Any, Confirm]:
+def files(folder: Path, answer: bool = True, say: Any = print) -> tuple[Any, Confirm]:
     confirm = Confirm(answer)
-    return load("agent").Files(folder, confirm), confirm
+    return load("agent").Files(folder, confirm, say), confirm
 
 
 def test_the_folder_is_listed_read_and_searched(folder: Path) -> None:
@@ -80,7 +81,7 @@ def test_what_is_not_text_is_an_error_for_the_model(folder: Path) -> None:
         tools.read_file("picture.png")
     with pytest.raises(ValueError, match="is not a folder"):
         tools.list_files("picture.png")
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match="more: is not a file"):
         tools.write_file("more", "x")
     with pytest.raises(ValueError, match="is empty"):
         tools.find_text("")
@@ -101,23 +102,52 @@ def test_calls_are_shown_run_and_answered(folder: Path) -> None:
     ]
     said: list[str] = []
     with FakeLLM(calls) as llm:
-        agent = load("agent").Agent(llm, files(folder)[0], said.append)
+        agent = load("agent").Agent(llm, files(folder, say=said.append)[0], said.append)
         assert agent.ask("When does the train leave?") == "It leaves at nine."
         results = [one["content"] for one in llm.requests[2].prompt if one["role"] == "tool"]
         assert "more/trip.md:2: The train leaves at nine." in results[0]
         assert results[1].endswith("is outside of the folder")
         assert agent.ask("Thanks") == "You are welcome."
         assert [one["role"] for one in llm.requests[3].prompt].count("user") == 2
-    assert said[0] == '  find_text {"text": "train"}' and said[2] == "It leaves at nine."
+    assert said[0] == "  find_text 'train'" and said[2] == "It leaves at nine."
+
+
+def test_calls_without_results_are_not_kept(folder: Path) -> None:
+    call = FakeAnswer(tool_calls=[("list_files", {})])
+    with FakeLLM([*[call] * 10, "Three files."]) as llm:
+        agent = load("agent").Agent(llm, files(folder)[0], print)
+        assert agent.ask("List.") == "(too many calls; ask again)"
+        assert agent.ask("List again.") == "Three files."
+        asked = llm.requests[-1].prompt
+    assert [one["role"] for one in asked] == ["system", "user"] and "again" in asked[1]["content"]
+
+
+def test_links_to_themselves_and_pipes_are_left_out(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "pipe")  # reading one waits for a writer
+    tools, _ = files(folder)
+    assert tools.list_files() == ["more/trip.md", "picture.png"]
+    assert tools.find_text("rome") == ["more/trip.md:1: We go to Rome."]
+    for use in (tools.read_file, lambda path: tools.write_file(path, "x")):
+        with pytest.raises(ValueError, match="pipe: is not a file"):
+            use("pipe")
+
+
+def test_text_that_cannot_be_written_leaves_the_file_as_it_is(folder: Path) -> None:
+    tools, confirm = files(folder)
+    with pytest.raises(UnicodeEncodeError):
+        tools.write_file("more/trip.md", "half of a pair: \ud83d")
+    assert (folder / "more" / "trip.md").read_text().startswith("We go") and not confirm.shown
 
 
 @pytest.mark.slow
 def test_a_real_model_that_must_call_a_tool_gets_its_result(folder: Path, smollm2: Path) -> None:
     said: list[str] = []
     with LLM(smollm2, max_model_len=2048) as llm:
-        agent = load("agent").Agent(llm, files(folder, answer=False)[0], said.append, 40)
+        tools, _ = files(folder, answer=False, say=said.append)
+        agent = load("agent").Agent(llm, tools, said.append, 40)
         agent.ask("List the files.", tool_choice="list_files")
-    assert said[0].startswith("  list_files {") and said[-1]
+    assert said[0].startswith("  list_files ") and said[-1]
 
 
 def test_the_command_answers_and_names_what_is_wrong(
@@ -133,10 +163,57 @@ def test_the_command_answers_and_names_what_is_wrong(
         agent.main([str(folder / "nowhere"), "Hi"])
     with pytest.raises(SystemExit, match=r"agent: no\.gguf"):
         agent.main([str(folder), "Hi", "--model", "no.gguf"])
-    monkeypatch.setattr("builtins.input", lambda _: " Y ")
-    assert agent.asked("a change")
-    monkeypatch.setattr("builtins.input", lambda _: "")
-    assert not agent.asked("a change")
+    with pytest.raises(SystemExit, match=r"agent: .*trip\.md: is not a folder"):
+        agent.main([str(folder / "more" / "trip.md"), "Hi"])
+    with pytest.raises(SystemExit, match="agent: question: is empty"):
+        agent.main([str(folder), "", "--model", str(smollm2)])
+    for typed, yes in (
+        (" Y \n", True),
+        ("\n", False),
+        ("", False),
+    ):  # the last: the input has ended
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert agent.asked("a change") == yes
+
+
+def test_a_conversation_goes_on_after_an_error_and_after_ctrl_c(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = load("agent")
+    typed = iter(["", "word " * 5000, "interrupted", "Hello?"])
+
+    def type_in(_: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    class Interrupted(agent.Agent):  # type: ignore[misc]  # of a module that is loaded by its path
+        def ask(self, question: str, tool_choice: str = "auto") -> str:
+            if question == "interrupted":
+                raise KeyboardInterrupt
+            return str(super().ask(question, tool_choice))
+
+    monkeypatch.setattr("builtins.input", type_in)
+    with FakeLLM("Yes.", max_model_len=4096) as llm:
+        agent.converse(Interrupted(llm, files(folder)[0], print))
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "[question: is empty]" and lines[1].startswith("[messages: the last turn")
+    assert lines[3:5] == ["[stopped; Ctrl-D ends]", "Yes."]
+
+
+def test_ctrl_c_ends_a_single_question_with_its_exit_code(
+    folder: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = load("agent")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(agent.Agent, "ask", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        agent.main([str(folder), "Hi", "--model", str(smollm2)])
+    assert ended.value.code == 130
 
 
 def test_a_part_of_a_listing_is_marked(folder: Path) -> None:

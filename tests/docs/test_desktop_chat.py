@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import tkinter as tk
@@ -145,6 +146,27 @@ def test_what_is_not_a_model_is_told_in_the_window(
     until(opened, lambda: shown(opened) != "")
     assert "broken.gguf" in shown(opened) and opened.busy
     opened.close()
+
+
+def test_ctrl_c_in_the_terminal_closes_the_window_and_ends_the_process(
+    display: str, smollm2: Path
+) -> None:
+    code = (
+        "import runpy, sys, threading, os, signal, tkinter\n"
+        "tkinter.Tk.mainloop = lambda root, main=tkinter.Tk.mainloop: (root.after(300, lambda: "
+        "os.kill(os.getpid(), signal.SIGINT)), main(root))\n"
+        "sys.argv = ['gui.py', sys.argv[1]]\n"
+        "runpy.run_path('docs/examples/gui.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(smollm2)],
+        env={**os.environ, "DISPLAY": display},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_window_that_is_closed_while_its_model_loads_cancels_the_load(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM
+from sdk.testing import FakeLLM
 from tests.docs.test_examples import load
 from tests.serving.serving import running
 
@@ -78,7 +79,7 @@ def test_questions_at_the_same_time_are_all_answered_as_alone(client: Any) -> No
     assert [one.json for one in together] == alone
 
 
-@pytest.mark.parametrize("question", ["", "x" * 2001])
+@pytest.mark.parametrize("question", ["", " \n ", "x" * 2001])
 def test_a_question_of_another_length_is_refused(client: Any, question: str) -> None:
     assert client.post("/ask", {"question": question}).status == 422
 
@@ -93,3 +94,36 @@ def test_the_best_passage_comes_first_and_an_empty_folder_is_named(
         assert found[0][0].file == "about/history.txt" and found[0][1] > found[1][1]
         with pytest.raises(RuntimeError, match=r"has no \.md and no \.txt file"):
             service.Library(tmp_path, None, embedder, None)
+        with pytest.raises(RuntimeError, match="nowhere: is not a folder"):
+            service.Library(tmp_path / "nowhere", None, embedder, None)
+
+
+def test_long_paragraphs_become_pieces_and_what_is_not_text_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = load("rag_service")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "chinese.txt").write_text("商店九点开门。" * 1000, "utf-8")
+    (tmp_path / "long.txt").write_text("alpha beta gamma delta " * 1000)
+    passages = list(service.passages_of(tmp_path))
+    assert {one.file for one in passages} == {"chinese.txt", "long.txt"}
+    assert max(len(one.text) for one in passages) <= service.CHARACTERS
+    for name in ("chinese.txt", "long.txt"):
+        found = "".join(one.text for one in passages if one.file == name)
+        text = (tmp_path / name).read_text("utf-8")
+        assert "".join(found.split()) == "".join(text.split())
+    [warning] = caplog.messages
+    assert warning.endswith("binary.txt is not text in UTF-8")
+
+
+def test_only_passages_that_fit_are_read(minilm: Path, tmp_path: Path) -> None:
+    service = load("rag_service")
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"Shop {number} opens at nine. " * 25)
+    reply = '{"answer": "At nine.", "sources": [1]}'
+    with LLM(minilm) as embedder, FakeLLM(reply, max_model_len=700) as chat:
+        library = service.Library(tmp_path, chat, embedder, None)
+        answer = asyncio.run(library.answer("When does shop 1 open?"))
+        asked = chat.requests[-1].prompt[-1]["content"]
+    assert answer.answer == "At nine." and len(answer.citations) == 1
+    assert 0 < asked.count("] Shop") < 3

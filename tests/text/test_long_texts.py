@@ -225,6 +225,27 @@ def test_a_text_that_cannot_fit_is_not_tokenized(name: str, request: Any) -> Non
     assert len(tokenizer.encode("word " * 3000, stop_after=8000)) <= 8000
 
 
+@pytest.mark.parametrize("name", ["smollm2_tokenizer", "json"])
+def test_the_bound_of_a_conversation_counts_what_is_before_its_long_message(
+    name: str, request: Any
+) -> None:
+    if name == "json":
+        template = "{% for one in messages %}{{ one.content }}<|end|>{% endfor %}"
+        backend = library("strips")
+        special = frozenset([backend.token_to_id("<|end|>")])
+        facts = TokenizerFacts(special_ids=special, chat_template=template)
+        tokenizer: Any = JsonTokenizer(backend, facts, name)
+    else:
+        tokenizer = request.getfixturevalue(name)
+    said = ["<|end|> word " * 2000, "ok", "word " * 6000]  # <|end|> is a control token of "json"
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": r, "content": text} for r, text in zip(roles, said, strict=True)]
+    needed = len(tokenizer.encode_chat(messages))
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode_chat(messages, stop_after=needed - 1500)
+    assert needed - 1500 < caught.value.at_least <= needed
+
+
 def test_a_long_conversation_with_control_tokens_is_refused_early(smollm2_tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "<|im_start|>" * 100_000}]
     with pytest.raises(TooManyTokens):

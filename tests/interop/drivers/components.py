@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from haystack import Document, Pipeline
 from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
+from haystack.core.errors import SerializationError
 from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.document_stores.in_memory import InMemoryDocumentStore
 from haystack.tools import create_tool_from_function
@@ -147,6 +150,49 @@ def test_haystack_generates_streams_and_calls_tools() -> None:
         assert "".join(one.content for one in pieces) == "The Rhine flows north."
         found = asyncio.run(generator.run_async([ChatMessage.from_user("A river?")]))
         assert found["replies"][0].text == "Yes."
+
+
+def test_an_answer_that_is_left_in_the_middle_ends() -> None:
+    story = "It was a dark and stormy night. " * 50
+
+    def raises(_: StreamingChunk) -> None:
+        raise RuntimeError("the window is gone")
+
+    with FakeLLM(story, seconds_per_token=0.01) as fake:
+        pieces = chat_model(fake).stream_chat([IndexMessage("A story.")])
+        next(pieces)
+        pieces.close()
+        ended(fake)
+        with pytest.raises(RuntimeError, match="the window is gone"):
+            chat_generator(fake, streaming_callback=raises).run([ChatMessage.from_user("Go on.")])
+        ended(fake)
+
+
+def ended(fake: FakeLLM) -> None:
+    """Its requests end before their answers would."""
+    deadline = time.monotonic() + 2
+    while fake.get_metrics()["num_running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_wrong_models_and_limits_are_named(vectors: LLM) -> None:
+    path: Any = "model.gguf"
+    for make in (chat_model, chat_generator, EmbedLMTextEmbedder, EmbedLMRanker):
+        with pytest.raises(TypeError, match=r"expected an open sdk\.LLM, found 'model\.gguf'"):
+            make(path)
+    for kind in (EmbedLMEmbedding, EmbedLMRerank):
+        with pytest.raises(TypeError, match=r"expected an open sdk\.LLM, found 'model\.gguf'"):
+            kind(llm=path)
+    with pytest.raises(ValueError, match="top_k: expected an integer of at least 1, found 0"):
+        EmbedLMRanker(vectors, top_k=0)
+    with pytest.raises(ValueError, match="top_k: expected an integer of at least 1, found -1"):
+        EmbedLMRanker(vectors).run("x", [Document(content="x")], top_k=-1)
+    pipeline = Pipeline()
+    pipeline.add_component("query", EmbedLMTextEmbedder(vectors))
+    with pytest.raises(SerializationError, match="EmbedLMTextEmbedder: holds an open model"):
+        pipeline.dumps()
+    assert EmbedLMEmbedding(llm=vectors).model_name == Path(os.environ["EMBEDDING_MODEL"]).name
 
 
 @pytest.mark.parametrize(("title", "blocks"), [("## LlamaIndex", 1), ("## Haystack", 1)])

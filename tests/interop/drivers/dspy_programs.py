@@ -14,7 +14,7 @@ from typing import Any
 
 import dspy
 import pytest
-from dspy.utils.exceptions import ContextWindowExceededError
+from dspy.utils.exceptions import ContextWindowExceededError, LMServerError
 from pages import run_section
 
 from sdk import LLM
@@ -123,16 +123,28 @@ def test_a_prompt_that_is_too_long_is_dspy_s_own_error(llm: LLM) -> None:
         lm(llm, cache=False)("word " * 5000)
 
 
-def test_closing_its_engine_ends_its_thread() -> None:
-    def loops() -> int:
-        return sum(one.name == "sdk-in-process" for one in threading.enumerate())
-
-    before = loops()
+def test_what_cannot_be_answered_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match=r"expected an open sdk\.LLM, found 'model\.gguf'"):
+        lm("model.gguf")  # type: ignore[arg-type]
     with FakeLLM("Yes.") as fake:
         model = lm(fake, cache=False)
-        assert loops() == before + 1
+    assert model.num_retries == 0
+    with pytest.raises(LMServerError, match="this LLM was closed"):
+        model("x")
+
+
+def test_closing_its_engine_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+
+    def loops() -> list[threading.Thread]:
+        found = set(threading.enumerate()) - before
+        return [one for one in found if one.name == "sdk-in-process"]
+
+    with FakeLLM("Yes.") as fake:
+        model = lm(fake, cache=False)
+        [thread] = loops()
         model.engine.close()
-        assert loops() == before
+        assert not thread.is_alive()
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -79,6 +80,42 @@ def test_tasks_run_together_and_a_cancelled_one_ends(llm: FakeLLM) -> None:
 
     assert len(asyncio.run(run())) == 8
     assert ended(llm)
+
+
+def test_a_stream_that_nothing_refers_to_ends_its_request(llm: FakeLLM) -> None:
+    own = client(llm)
+    gc.disable()  # a stream of openai alone would wait for the collector
+    try:
+        for _ in own.chat.completions.create(model="fake", messages=ASK, stream=True):
+            assert llm.get_metrics()["num_running"] == 1
+            break
+        assert ended(llm)
+    finally:
+        gc.enable()
+    own.close()
+
+
+def test_a_timeout_is_that_of_the_client_and_ends_the_request(llm: FakeLLM) -> None:
+    own = client(llm, timeout=0.05)
+    with pytest.raises(openai.APITimeoutError):
+        own.chat.completions.create(model="fake", messages=ASK)
+    assert ended(llm)
+    patient = own.with_options(timeout=30)
+    assert patient.chat.completions.create(model="fake", messages=ASK).choices
+    own.close()
+
+
+def test_a_client_that_nothing_refers_to_ends_its_thread(llm: FakeLLM) -> None:
+    before = loops()
+    own = client(llm)
+    own.models.list()
+    assert loops() == before + 1
+    del own
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while loops() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loops() == before
 
 
 def test_several_models_answer_by_name(llm: FakeLLM) -> None:

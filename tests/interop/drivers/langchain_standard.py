@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage, trim_messages
 from langchain_core.tools import tool
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
@@ -139,7 +139,41 @@ def test_chains_in_threads_and_tasks_share_steps() -> None:
     assert asyncio.run(tasks()) == alone
 
 
+def test_tokens_are_counted_with_the_model_s_own_tokenizer() -> None:
+    model = ChatEmbedLM(llm=CHAT, temperature=0, max_tokens=4)
+    asked = [HumanMessage("Name three rivers.")]
+    assert model.get_num_tokens("three rivers") == len(CHAT.get_tokenizer().encode("three rivers"))
+    for tools in ([], [weather]):
+        used = model.bind_tools(tools, tool_choice="none").invoke(asked).usage_metadata
+        assert used is not None
+        assert model.get_num_tokens_from_messages(asked, tools) == used["input_tokens"]
+    long = [HumanMessage("rivers " * 3000)]
+    assert model.get_num_tokens_from_messages(long) > 3000
+    history = [HumanMessage("old " * 100), AIMessage("yes"), *asked]
+    kept = trim_messages(history, max_tokens=60, token_counter=model, strategy="last")
+    assert kept[-1] == asked[0] and len(kept) < 3
+
+
+def test_log_probabilities_are_in_the_metadata() -> None:
+    model = ChatEmbedLM(llm=CHAT, temperature=0, max_tokens=3)
+    whole = model.invoke("Hi", logprobs=2).response_metadata["logprobs"]["content"]
+    assert len(whole) == 3 and [len(one["top_logprobs"]) for one in whole] == [2, 2, 2]
+    assert all(one["logprob"] == one["top_logprobs"][0]["logprob"] for one in whole)
+    total: Any = None
+    for chunk in model.stream("Hi", logprobs=2):
+        total = chunk if total is None else total + chunk
+    assert total.response_metadata["logprobs"]["content"] == whole
+    assert "logprobs" not in model.invoke("Hi").response_metadata
+
+
 def test_wrong_options_are_named() -> None:
+    with pytest.raises(RequestError, match="messages: expected at least one, found none"):
+        ChatEmbedLM(llm=CHAT).invoke([])
+    with pytest.raises(RequestError, match="n: a stream has one answer, found 2"):
+        list(ChatEmbedLM(llm=CHAT, n=2).stream("x"))
+    for wrong in (ChatEmbedLM, EmbedLMEmbeddings, EmbedLMReranker):
+        with pytest.raises(TypeError, match=r"expected an open sdk\.LLM, found 'model\.gguf'"):
+            wrong(llm="model.gguf")
     with pytest.raises(ValidationError, match="either llm=LLM"):
         ChatEmbedLM()
     with pytest.raises(ValidationError, match="temprature"):

@@ -90,6 +90,12 @@ def test_what_cannot_be_opened_or_asked_is_one_line(command: Any, tmp_path: Path
     picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(16))
     told = command("-m", model, "Hi", "--at", str(picture), "image/png", fails=True)
     assert told.count("\n") == 1 and "images" in told
+    assert command("-m", model, "", fails=True) == "Error: the prompt is empty\n"
+    told = command("embed", "-m", "embedlm/nowhere", "-c", "x", fails=True)
+    assert told == "Error: nowhere: no such file or folder\n"
+    told = command("embedlm", "add", "/nowhere.gguf", "--name", "x", fails=True)
+    assert told == "Error: /nowhere.gguf: no such file or folder\n"
+    assert command("embedlm", "add", "owner/name-GGUF:Q4_K_M", "--name", "hub")  # only its form
     (tmp_path / "settings" / "embedlm.json").write_text("[")
     assert "delete it and add" in command("models", fails=True)
 
