@@ -2,11 +2,11 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 #include "file_parts.hpp"
 
 namespace {
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t tokens_of(const HeadsArgs& args) { return args.each.m / args.count; }
 
@@ -30,7 +30,7 @@ void one_head(const KernelTable& kernels, const HeadsArgs& args, int64_t head, c
     float* const x = (float*)(scratch + linear_private_bytes(*one.w, pass, true));
     one.act.values = nullptr;
     for (int64_t t = 0; t < tokens; t += pass) {
-        one.m = least(pass, tokens - t);
+        one.m = std::min<int64_t>(pass, tokens - t);
         one.out = args.each.out + head * args.out_head + t * one.out_stride;
         one.x = args.each.act.values ? args.each.act.values + (first + t) * k : x;
         for (int64_t i = 0; i < one.m && one.x == x; ++i)
@@ -64,13 +64,13 @@ void head_tiles(const KernelTable& kernels, const HeadsArgs& args, const ItemRan
     bool resumed = share.resumed != 0;
     for (int64_t at = share.begin; at < share.end;) {
         const int64_t head = at / strips, first = head * strips, next = first + strips;
-        ItemRange own = {at - first, least(share.end, next) - first, least(share.reach, next) - first, resumed};
+        ItemRange own = {at - first, std::min<int64_t>(share.end, next) - first, std::min<int64_t>(share.reach, next) - first, resumed};
         own.then = share.then;
         own.then_end = share.then_end;
         if (share.reach > next) {  // this thread continues with another head
             const Weight& after = *args.heads[head + 1];
             own.then = after.codes;
-            own.then_end = after.codes + code_bytes(after, least(share.reach - next, strips));
+            own.then_end = after.codes + code_bytes(after, std::min<int64_t>(share.reach - next, strips));
         }
         one_head(kernels, args, head, own, scratch);
         release_strips(args.each.file, *args.heads[head], own.begin, own.end);

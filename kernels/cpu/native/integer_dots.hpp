@@ -7,10 +7,10 @@
 namespace LEVEL {
 
 // Adds the products of COUNT vectors of codes from vector `begin` on to dot0 and dot1. A dot is summed in
-// CHAINS parts.
+// CHAINS parts. `keep0`, `keep1`: where the operands go too, as expanded tiles; null: nowhere.
 template <int BITS, int COUNT, int MR, int CHAINS>
 INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin, VB table,
-                          const Q8Block* x, int64_t stride, VI* dot0, VI* dot1) {
+                          const Q8Block* x, int64_t stride, VI* dot0, VI* dot1, uint8_t* keep0, uint8_t* keep1) {
     constexpr int kRun = short_run<BITS, COUNT>();
     Quads a[MR];
     ShortSums short0[MR], short1[MR];
@@ -19,6 +19,8 @@ INLINE void dots_of_codes(const uint8_t* tile0, const uint8_t* tile1, int begin,
         const int j = begin + i;
         const VB code0 = operands<BITS>(tile0, j, 0, table);
         const VB code1 = operands<BITS>(tile1, j, 0, table);
+        if (keep0) store_codes(keep0 + 64 * j, code0);
+        if (keep1) store_codes(keep1 + 64 * j, code1);
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
             if (i % 4 == 0) a[r] = load_quads(x[r * stride].q + 4 * j);

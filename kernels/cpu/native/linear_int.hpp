@@ -36,9 +36,14 @@ enum {
     kExpandFrom = kSumsInMemory ? 4 : 9,
     kExpandQuickFrom = kSumsInMemory ? 24 : INT32_MAX,  // codes of 4 bits
     kLookUpOnceFrom = 5,  // the same for 4-bit codes that index a table; other tables always
+    // Rows of a product that expands codes while it multiplies: a loop that only expands waits for its stores, for
+    // as long as three rows take. With AVX-512, whose registers hold all of it; from 5 rows on, or 4 with
+    // second terms.
+    kKeepingRows = kRegisters == 32 && kLanes == 16 ? 4 : 0,
 };
 static_assert((kSumsInMemory ? 2 : 4) * kMaxRows + 7 <= kRegisters, "the tile fits the registers");
 static_assert(kRegisters < 32 || 6 * kMaxFineRows + 7 <= kRegisters, "with the first half's t too");
+static_assert(!kKeepingRows || (kPerBlock == 1 && !kMatrix && !kWideInWords), "operands that are kept are in order");
 static_assert(kMaxRows >= kMaxFineRows && kMaxFineRows >= 2, "every level has tiles of 1 and 2 rows");
 
 // One k panel of one strip, for two vectors of rows.
@@ -72,6 +77,7 @@ struct Panel {
     int32_t zero;
     bool first;            // sums start here
     const uint8_t* int8_table;  // a table's entries
+    uint8_t* expanded[2];  // where a product that keeps them leaves operands
 };
 
 // How much to prefetch while a panel goes through `products` products, each of which reads it from the
@@ -134,10 +140,14 @@ INLINE void load_supers(const Panel* p, int64_t b, bool prefetch_next, SuperScal
     }
 }
 
-template <int BITS, int SUBGROUP, bool MINUS, int MR, int SCALES>
+// What a product of a panel does. kSecondTerms: it adds the second terms of one row, of which there are some, and
+// nothing else. kKeeping: it adds none, and leaves the operands in `expanded`.
+enum PanelPart { kWhole = 0, kSecondTerms = 1, kKeeping = 2 };
+
+template <int BITS, int SUBGROUP, bool MINUS, int MR, int SCALES, int PART = kWhole>
 __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, float* sums) {
     const int kHalves = kTileDepth / SUBGROUP, kStep = scale_step<SCALES>();
-    const bool kStored = SCALES != kMadeFloats, kSupers = has_supers<SCALES>();
+    const bool kAlone = PART == kSecondTerms, kStored = SCALES != kMadeFloats, kSupers = has_supers<SCALES>();
     const int kLineBlocks = 64 / (kHalves * kStep) > 1 ? 64 / (kHalves * kStep) : 1;  // with scales in one line
     // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
     // cycles, and two start in each cycle. ARM's cores forward the sum of a sdot to the next one.
@@ -149,6 +159,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
     const Q8Block* const first_block = x;
+    uint8_t *keep0 = PART == kKeeping ? p->expanded[0] : nullptr, *keep1 = PART == kKeeping ? p->expanded[1] : nullptr;
     uint32_t residual = 0;
     for (int r = 0; p->residual && r < MR; ++r) residual |= p->residual[r * p->residual_stride];
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
@@ -165,17 +176,33 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
-        acc0[r] = p->first ? zero() : load(sums + r * sums_stride);
-        acc1[r] = p->first ? zero() : load(sums + r * sums_stride + kLanes);
+        acc0[r] = p->first && !kAlone ? zero() : load(sums + r * sums_stride);
+        acc1[r] = p->first && !kAlone ? zero() : load(sums + r * sums_stride + kLanes);
     }
+    // Goes to the next block for which any row has a second term; in the other rows that term is 0.
+    const auto to_second_term = [&] {
+        const int64_t b = __builtin_ctz(residual);
+        residual &= residual - 1;
+        x = first_block + p->to_residual + b;
+        if (kSupers) load_supers<MINUS>(p, b, false, &super);
+        super_until = -1;
+        tile0 = p->codes[0] + b * step;
+        tile1 = p->codes[1] + b * step;
+        scales0 = p->scales[0] + b * kHalves * kStep, scales1 = p->scales[1] + b * kHalves * kStep;
+        if (!MINUS) return;
+        minuses0 = p->minuses[0] + b * kHalves * kStep, minuses1 = p->minuses[1] + b * kHalves * kStep;
+    };
+    if (kAlone) to_second_term();
     for (int64_t i = 0;;) {
-        const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
-        ahead = prefetch_codes(ahead, stop, first_cache);
-        if (ahead == ahead_end) {
-            ahead = p->then;
-            ahead_end = p->then = p->then_end;
+        if (!kAlone) {
+            const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
+            ahead = prefetch_codes(ahead, stop, first_cache);
+            if (ahead == ahead_end) {
+                ahead = p->then;
+                ahead_end = p->then = p->then_end;
+            }
         }
-        if (kStored && i % kLineBlocks == 0) {
+        if (kStored && !kAlone && i % kLineBlocks == 0) {
             prefetch(scales0 + scales_ahead);
             prefetch(scales1 + scales_ahead);
             if (MINUS) {
@@ -207,7 +234,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
             else if constexpr (BITS == kMatrixTile)
                 dots_of_matrix<kCount, MR>(tile0, tile1, j, x, stride, dot0, dot1);
             else
-                dots_of_codes<BITS, kCount, MR, kChains>(tile0, tile1, j, table, x, stride, dot0, dot1);
+                dots_of_codes<BITS, kCount, MR, kChains>(tile0, tile1, j, table, x, stride, dot0, dot1, keep0, keep1);
 #pragma GCC unroll 8
             for (int c = MR; c < MR * kChains; ++c) {
                 dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
@@ -242,24 +269,15 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, floa
             acc0[r] = fma(t0[r], scale, acc0[r]);
             acc1[r] = fma(t1[r], scale, acc1[r]);
         }
-        if (__builtin_expect(++i < blocks, 1)) {
+        if (!kAlone && __builtin_expect(++i < blocks, 1)) {
             ++x;
             tile0 += step;
             tile1 += step;
+            if (PART == kKeeping) keep0 += kByteTile, keep1 += kByteTile;
             continue;
         }
-        // Then the blocks for which any row has a second term; in the other rows that term is 0.
-        if (!residual) break;
-        const int64_t b = __builtin_ctz(residual);
-        residual &= residual - 1;
-        x = first_block + p->to_residual + b;
-        if (kSupers) load_supers<MINUS>(p, b, false, &super);
-        super_until = -1;
-        tile0 = p->codes[0] + b * step;
-        tile1 = p->codes[1] + b * step;
-        scales0 = p->scales[0] + b * kHalves * kStep, scales1 = p->scales[1] + b * kHalves * kStep;
-        if (!MINUS) continue;
-        minuses0 = p->minuses[0] + b * kHalves * kStep, minuses1 = p->minuses[1] + b * kHalves * kStep;
+        if (PART == kKeeping || !residual) break;
+        to_second_term();
     }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -276,17 +294,17 @@ constexpr int most_rows(int bits, int subgroup) {
     return few && (subgroup == 32 || kSumsInMemory) ? kMaxRows : kMaxFineRows;
 }
 
-// Rows of x for the next product; m are left.
+// Rows of x for the next product; m are left. Fours make the rest whole fives: as fast as these, and fewer than four
+// are slower, as are eight, whose sums do not stay in registers.
 INLINE int rows_at_once(int most, int64_t m) {
-    if (most >= 5 && (m == 8 || m == 16)) return 8;
-    return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
+    if (most >= 5 && m >= 5 && (m < 8 || m % 5 == 0)) return 5;
+    return most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
 template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void panel_rows(Panel* p, const Q8Block* x, int rows, float* sums) {
     const int kMost = SCALES == kMadeFloats || SCALES == kF16 ? most_rows(BITS, SUBGROUP) : 1;
     switch (rows) {
-        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1, SCALES>(p, x, sums); break;
         case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1, SCALES>(p, x, sums); break;
         case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1, SCALES>(p, x, sums); break;
         case 2: panel_int<BITS, SUBGROUP, MINUS, kMost >= 2 ? 2 : 1, SCALES>(p, x, sums); break;
@@ -294,12 +312,36 @@ static void panel_rows(Panel* p, const Q8Block* x, int rows, float* sums) {
     }
 }
 
-// All rows of one pass over one k panel, for kPerBlock vectors of each block.
+// Whether rows that are multiplied together take their second terms one by one: with few in common, most of the
+// products of all rows would be by 0. A row alone takes up to 1.5 times as long for each.
+INLINE bool apart(const uint32_t* residual, int64_t stride, int rows) {
+    uint32_t any = 0;
+    int terms = 0;
+    for (int r = 0; r < rows; ++r) {
+        any |= residual[r * stride];
+        terms += __builtin_popcount(residual[r * stride]);
+    }
+    return 3 * terms < 2 * rows * __builtin_popcount(any);
+}
+
+// Those of `count` rows, one by one.
 template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
+static void second_terms(Panel* p, const Q8Block* x, int count, const uint32_t* residual, float* sums) {
+    if constexpr (SCALES == kMadeFloats || SCALES == kF16) {  // others have one row
+        for (int r = 0; r < count; ++r, x += p->x_stride, sums += p->sums_stride) {
+            p->residual = residual + r * p->residual_stride;
+            if (*p->residual) panel_int<BITS, SUBGROUP, MINUS, 1, SCALES, kSecondTerms>(p, x, sums);
+        }
+    }
+}
+
+// All rows of one pass over one k panel, for kPerBlock vectors of each block.
+// STORED other than BITS: the first rows read codes of STORED bits and leave them in `expanded` for the others.
+template <int BITS, int SUBGROUP, bool MINUS, int SCALES, int STORED = BITS>
 static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
     const int kMost = most_rows(BITS, SUBGROUP), kLaneBytes = SCALES == kMadeFloats ? 4 : scale_step<SCALES>() / kTileRows;
-    int64_t products = 0;
-    for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
+    int64_t products = STORED != BITS;
+    for (int64_t left = m - (STORED != BITS ? (int)kKeepingRows : 0); left > 0; left -= rows_at_once(kMost, left)) ++products;
     plan_prefetch(p, products * kPerBlock, m == 1);
     const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
     const uint8_t* const scales[2] = {p->scales[0], p->scales[1]};
@@ -316,15 +358,26 @@ static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
             if (has_supers<SCALES>() && MINUS) p->super_minuses[v] = super_minuses[b] + lane;
         }
         const Q8Block* rows = x;
-        const uint32_t* const residual = p->residual;
+        const uint32_t *const residual = p->residual, *seconds = residual;
         float* to = sums + 2 * g * kLanes;
         for (int64_t left = m; left > 0;) {
-            const int count = rows_at_once(kMost, left);
-            panel_rows<BITS, SUBGROUP, MINUS, SCALES>(p, rows, count, to);
+            const bool keeps = STORED != BITS && rows == x;
+            const int count = keeps ? (int)kKeepingRows : rows_at_once(kMost, left);
+            const bool ones = seconds && (keeps || apart(seconds, p->residual_stride, count));
+            p->residual = ones ? nullptr : seconds;
+            if constexpr (STORED != BITS) {
+                if (keeps) {
+                    panel_int<STORED, SUBGROUP, MINUS, kKeepingRows, SCALES, kKeeping>(p, rows, to);
+                    for (int v = 0; v < 2; ++v) p->codes[v] = p->expanded[v];
+                    p->step = kByteTile;
+                }
+            }
+            if (!keeps) panel_rows<BITS, SUBGROUP, MINUS, SCALES>(p, rows, count, to);
+            if (ones) second_terms<BITS, SUBGROUP, MINUS, SCALES>(p, rows, count, seconds, to);
             left -= count;
             rows += count * p->x_stride;
             to += count * p->sums_stride;
-            if (residual) p->residual += count * p->residual_stride;
+            if (seconds) seconds += count * p->residual_stride;
         }
         p->residual = residual;
     }
@@ -366,33 +419,45 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
     }
 }
 
+// How many rows of x make it pay to expand codes to bytes; other tables than those of 4 bits always.
+template <int BITS, int SUBGROUP>
+INLINE int64_t expand_from(const uint32_t* residual) {
+    if (BITS == 4 && SUBGROUP == 32 && !kMatrix) return kExpandQuickFrom;
+    if (looks_up<BITS>() && BITS != kLookup + 4) return 0;
+    if (kKeepingRows) return residual ? (int)kKeepingRows : BITS == 2 ? (int)kExpandFrom : kKeepingRows + 1;
+    return looks_up<BITS>() ? (int)kLookUpOnceFrom : (int)kExpandFrom;
+}
+
 // One k panel of one strip for `m` rows of x.
 template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
-    if constexpr (SCALES != kMadeFloats && SCALES != kF16) {  // one row
+    constexpr bool kOneRow = SCALES != kMadeFloats && SCALES != kF16;
+    if constexpr (kOneRow || (BITS == 8 && !kMatrix)) {
         rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
         return;
-    } else if constexpr (BITS < kLookup) {
-        const bool quick = BITS == 4 && SUBGROUP == 32 && !kMatrix;
-        if ((BITS == 8 && !kMatrix) || m < (quick ? kExpandQuickFrom : kExpandFrom)) {
+    } else {
+        constexpr int kBytes = expanded_as<BITS, SUBGROUP / 4>();
+        if (m < expand_from<BITS, SUBGROUP>(panel->residual)) {
             rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
             return;
         }
-    } else if constexpr (BITS == kLookup + 4) {
-        if (m < kLookUpOnceFrom) {
-            rows_int<BITS, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
-            return;
+        if constexpr (kKeepingRows != 0) {
+            for (int b = 0; b < kStripBlocks; ++b) panel->expanded[b] = expanded + b * kPanelBlocks * kByteTile;
+            if (m >= kKeepingRows) {
+                rows_int<kBytes, SUBGROUP, MINUS, SCALES, BITS>(panel, x, m, sums);
+                return;
+            }
         }
+        const VB table = table_of<BITS>(panel->int8_table);
+        for (int b = 0; b < kStripBlocks; ++b) {
+            uint8_t* to = expanded + b * kPanelBlocks * kByteTile;
+            for (int64_t i = 0; i < panel->blocks; ++i)
+                expand<BITS>(panel->codes[b] + i * panel->step, to + i * kByteTile, table);
+            panel->codes[b] = to;
+        }
+        panel->step = kByteTile;
+        rows_int<kBytes, SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
     }
-    const VB table = table_of<BITS>(panel->int8_table);
-    for (int b = 0; b < kStripBlocks; ++b) {
-        uint8_t* to = expanded + b * kPanelBlocks * kByteTile;
-        for (int64_t i = 0; i < panel->blocks; ++i)
-            expand<BITS>(panel->codes[b] + i * panel->step, to + i * kByteTile, table);
-        panel->codes[b] = to;
-    }
-    panel->step = kByteTile;
-    rows_int<expanded_as<BITS, SUBGROUP / 4>(), SUBGROUP, MINUS, SCALES>(panel, x, m, sums);
 }
 
 template <int BITS, int SUBGROUP, bool MINUS, int SCALES>

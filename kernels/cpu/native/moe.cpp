@@ -3,14 +3,14 @@
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "expert_cache.hpp"
 #include "file_parts.hpp"
 #include "rank_group.hpp"
 #include "weight_check.hpp"
 
 namespace {
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Inserts the values of one token, one after another, into the k best; of equal ones the first wins.
 // `kept`: for every `size` values, whether they can be chosen; null: all can.
@@ -140,7 +140,7 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
     const int64_t pass = float_rows_per_pass(end - first, w->k);
     float* const x = (float*)(scratch + linear_private_bytes(*w, pass, true));
     for (int64_t m = first; m < end; m += pass) {
-        one.m = least(pass, end - m);
+        one.m = std::min<int64_t>(pass, end - m);
         one.x = gathered(args, m, one.m, x);
         one.act.values = nullptr;
         kernels.linear_float(&one, &strips, scratch);
@@ -161,8 +161,6 @@ template <typename Args>
 float* area_of(const Args& args, int rank) {
     return reinterpret_cast<float*>(args.group->area(rank, (uint32_t)args.number));
 }
-
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The weighted sums of the tokens begin..end; `row_of(t * k + j)` is token t's j-th row.
 template <typename RowOf>
@@ -264,8 +262,8 @@ void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
     CombineArgs own = args.own;
     if (args.starts) {
         const int32_t* tokens = args.starts + args.group->rank();
-        begin = most(begin, tokens[0]);
-        end = least(end, tokens[1]);
+        begin = std::max<int64_t>(begin, tokens[0]);
+        end = std::min<int64_t>(end, tokens[1]);
         if (begin >= end) return;  // without tokens of its own a rank has no memory for results
         own.out -= tokens[0] * own.width;
         if (own.shared) own.shared -= tokens[0] * own.width;
@@ -278,7 +276,7 @@ void combine_ranks(const CombineRanksArgs& args, int64_t begin, int64_t end) {
 
 void send_token_rows(const GatherRanksArgs& args, int64_t begin, int64_t end) {
     const int32_t* own = args.starts + args.group->rank();
-    const int64_t first = most(begin, own[0]) - own[0], last = least(end, own[1]) - own[0];
+    const int64_t first = std::max<int64_t>(begin, own[0]) - own[0], last = std::min<int64_t>(end, own[1]) - own[0];
     if (first < last)
         memcpy(area_of(args, args.group->rank()) + first * args.width, args.x + first * args.width,
                sizeof(float) * (size_t)((last - first) * args.width));
@@ -288,7 +286,7 @@ void gather_ranks(const GatherRanksArgs& args, int64_t begin, int64_t end) {
     if (!args.group->wait((uint32_t)args.number)) return;
     for (int rank = 0; rank < args.group->size(); ++rank) {
         const int64_t start = args.starts[rank];
-        const int64_t first = most(begin, start), last = least(end, args.starts[rank + 1]);
+        const int64_t first = std::max<int64_t>(begin, start), last = std::min<int64_t>(end, args.starts[rank + 1]);
         if (first < last)
             memcpy(args.out + first * args.width, area_of(args, rank) + (first - start) * args.width,
                    sizeof(float) * (size_t)((last - first) * args.width));
@@ -303,7 +301,7 @@ void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, i
         const int64_t first = args.starts[expert], last = args.starts[expert + 1];
         if (first >= end || last <= begin) continue;
         one.w = args.experts[expert];
-        kernels.quantize(&one, first < begin ? begin : first, least(last, end));
+        kernels.quantize(&one, first < begin ? begin : first, std::min<int64_t>(last, end));
     }
 }
 
@@ -319,16 +317,16 @@ Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const I
                     uint8_t* scratch) {
     const int64_t strips = strips_of(*args.each.w);
     const int64_t used = args.active[args.count] * strips;
-    const int64_t end = least(share.end, used), reach = least(share.reach, used);
+    const int64_t end = std::min<int64_t>(share.end, used), reach = std::min<int64_t>(share.reach, used);
     bool resumed = share.resumed != 0;
     for (int64_t at = share.begin; at < end;) {
         const int64_t first = at / strips * strips, next = first + strips;
         const int32_t* expert = args.active + at / strips;
-        ItemRange own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
+        ItemRange own = {at - first, std::min<int64_t>(end, next) - first, std::min<int64_t>(reach, next) - first, resumed};
         if (reach > next && !args.cache) {  // this thread continues with another expert
             const Weight& after = *args.experts[expert[1]];
             own.then = after.codes;
-            own.then_end = after.codes + code_bytes(after, least(reach - next, strips));
+            own.then_end = after.codes + code_bytes(after, std::min<int64_t>(reach - next, strips));
         } else if (reach <= next) {
             own.then = share.then;
             own.then_end = share.then_end;

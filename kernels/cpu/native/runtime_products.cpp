@@ -1,4 +1,6 @@
 // How a run divides its products into tasks, and what the threads prefetch for the product after them.
+#include <algorithm>
+
 #include "linear_tiles.hpp"
 #include "pack.hpp"
 #include "runtime.hpp"
@@ -7,9 +9,6 @@ namespace {
 
 // Of the weights of a task of a large product: 15 us at 35 GB/s.
 constexpr int64_t kTaskBytes = 1 << 19;
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace
 
@@ -20,7 +19,7 @@ int64_t Runtime::product_tasks(const LinearArgs& each, int64_t items) const {
     const int64_t tasks = tasks_for(items, each.m * w.n * w.k / (in_integers(each) ? 4 : 1));
     if (tasks <= 1 || each.file) return tasks;  // parts of files are requested and released by large pieces
     const int64_t strip = w.dense ? kStripRows * w.k * (int64_t)element_size(w.scale_type) : code_bytes(w, 1);
-    return most(tasks, least(items * strip / kTaskBytes, least(items, kMaxTasks)));
+    return std::max<int64_t>(tasks, std::min<int64_t>(items * strip / kTaskBytes, std::min<int64_t>(items, kMaxTasks)));
 }
 
 // Sets in `share` what memory the thread reads when it begins with these items of a stage of integer products.
@@ -33,7 +32,7 @@ void Runtime::hint(const Program& program, int stage, const ItemRange& items, It
         const int64_t end = before + strips_of(*args.w);
         if (items.begin < end) {
             share->then = args.w->codes + code_bytes(*args.w, items.begin - before);
-            share->then_end = args.w->codes + code_bytes(*args.w, least(items.end, end) - before);
+            share->then_end = args.w->codes + code_bytes(*args.w, std::min<int64_t>(items.end, end) - before);
             return;
         }
         before = end;
@@ -61,9 +60,9 @@ void Runtime::products(const Program& program, int stage, const ItemRange& share
             const int64_t strips = strips_of(*product.linear.w), end = before + strips, to = group * strips - before;
             if (share.begin < end && share.end > before) {
                 ItemRange part = share;
-                part.begin = most(share.begin, before) + to;
-                part.end = least(share.end, end) + to;
-                part.reach = least(share.reach, end) + to;
+                part.begin = std::max<int64_t>(share.begin, before) + to;
+                part.end = std::min<int64_t>(share.end, end) + to;
+                part.reach = std::min<int64_t>(share.reach, end) + to;
                 part.resumed |= share.begin < before;
                 if (share.reach > end) {
                     part.then = part.then_end = nullptr;
