@@ -18,6 +18,8 @@ _PE_MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64"}
 _MACH_MACHINES = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 _LOAD_DYLIB, _BUILD_VERSION, _SYMTAB = 0xC, 0x32, 0x2
 _DYNAMIC, _DYNSYM, _VERNEED, _NEEDED = 6, 11, 0x6FFFFFFE, 1
+#: What zig's linker adds to every library for macOS: places in the file, no functions.
+_ADDED = {"__dso_handle", "_mh_dylib_header"}
 #: Of a symbol's type; the others in _VISIBLE are a debugger's, and private to a library's parts.
 _EXTERNAL, _VISIBLE, _TYPE, _UNDEFINED = 0x01, 0xF1, 0x0E, 0x0
 
@@ -136,6 +138,7 @@ def _mach(data: bytes) -> NativeFile:
                 name, kind = struct.unpack_from("<IB", data, symbols + 16 * i)
                 if kind & _VISIBLE == _EXTERNAL and kind & _TYPE != _UNDEFINED:
                     exports.add(_text(data, strings + name).removeprefix("_"))
+            exports -= _ADDED
         at += size
     return NativeFile("macOS", machine, tuple(libraries), frozenset(exports), least)
 

@@ -16,8 +16,11 @@ endif()
 # zig writes debug information unless it is told not to: 28 of 33 MB of a library for Linux, of which its C++
 # library brings a part. The names of functions stay.
 set(CMAKE_CXX_FLAGS_INIT "-g0")
-if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
-  # zig's C++ library offers its `operator new` and `delete` to the whole process otherwise.
+# zig's C++ library offers its `operator new` and `delete` to the whole process otherwise.
+if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+  # zig 0.17's linker knows no list of symbols for macOS: -exported_symbols_list changes nothing.
+  set(EMBEDLM_HIDDEN_NEW ON)
+elseif(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   file(WRITE "${CMAKE_BINARY_DIR}/exports.map" "{ global: embedlm_*; local: *; };\n")
   set(CMAKE_MODULE_LINKER_FLAGS_INIT "-Wl,--strip-debug -Wl,--version-script=${CMAKE_BINARY_DIR}/exports.map")
 endif()

@@ -160,7 +160,7 @@ def test_a_library_that_is_cut_off_anywhere_is_refused_or_read_in_part(
 
 FINE = {
     "win_amd64": pe(("KERNEL32.dll", "api-ms-win-crt-heap-l1-1-0.dll")),
-    "macosx_11_0_arm64": mach(),
+    "macosx_11_0_arm64": mach(exports=(ABI, "__dso_handle", "_mh_dylib_header")),
     "macosx_11_0_x86_64": mach(machine=0x01000007),
     "musllinux_1_2_x86_64": elf(("libc.so",), versions=()),
     "manylinux_2_28_aarch64": elf(machine=183, versions=("GLIBC_2.28", "GLIBC_2.9")),
@@ -174,6 +174,7 @@ WRONG = {
         (mach(least=(12, 0)), "needs macOS 12.0, expected 11.0"),
         (mach(("/opt/libomp.dylib",)), "needs /opt/libomp.dylib, which not every macOS has"),
         (mach(exports=("other",)), "does not export embedlm_abi_version"),
+        (mach(exports=(ABI, "_Znwm")), "exports _Znwm to the whole process"),
     ],
     "macosx_11_0_x86_64": [(mach(), "is for aarch64 macOS")],
     "musllinux_1_2_x86_64": [
