@@ -8,7 +8,6 @@ from dataclasses import field, fields
 from typing import Any, NamedTuple
 
 from sdk.api.errors import RequestError
-from sdk.api.input_files import read_text
 from sdk.kernels.dataclass import dataclass
 from sdk.quant.safe_repr import safe_repr
 
@@ -105,6 +104,8 @@ def read_token(token: object, file: str | os.PathLike[str] | None) -> bytes:
     if (token is None) == (file is None):
         raise RequestError("token: expected a token or a token_file, and not both")
     if file is not None:
+        from sdk.api.input_files import read_text
+
         token = read_text("token_file", file, "a file with a token").strip()
     if not isinstance(token, str) or len(token) < MIN_TOKEN:
         raise RequestError(

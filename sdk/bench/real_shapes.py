@@ -522,8 +522,8 @@ REAL_SHAPES: Mapping[str, RealShape] = {
         2048, 27, 16, 10944, expert=1408, experts=16, used=6, shared=2
     ),
     "random-30b-a3b": _a3b(48),
-    "random-30b-a3b-6": _a3b(6),
     "random-30b-a3b-12": _a3b(12),
+    "random-30b-a3b-6": _a3b(6),
     "random-30b-a3b-6-skewed": _a3b(6, skewed=True),
     "random-30b-a3b-6-mxfp4": _a3b(6, mixture="mxfp4_moe"),
     "random-8b": _8b(32),

@@ -87,6 +87,7 @@ SIZES = {
     "random-granite4-h-tiny": Published(6.939, 4.227),
     "random-deepseek-v2-lite": Published(4.908, 3.208),
     "random-30b-a3b": Published(30.532, 18.551),
+    "random-30b-a3b-12": Published(8.093, 4.960),
     "random-30b-a3b-6": Published(4.361, 2.643),
     "random-30b-a3b-6-skewed": Published(4.361, 2.643),
     "random-30b-a3b-6-mxfp4": Published(4.361, 2.713),

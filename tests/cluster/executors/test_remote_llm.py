@@ -230,7 +230,10 @@ def test_a_program_without_a_launcher_is_told(
         ({"token": None}, "expected a token or a token_file, and not both"),
         ({"token_file": "x"}, "expected a token or a token_file, and not both"),
         ({"token": "short"}, "expected at least 16 characters"),
-        ({"token": None, "token_file": "/nowhere/token"}, "token_file /nowhere/token: .*No such"),
+        (
+            {"token": None, "token_file": "/nowhere/token"},
+            "token_file: expected a file with a token, found .*No such",
+        ),
         ({"timeout": 0}, "timeout: expected seconds, found 0"),
         ({"timeout": float("nan")}, "timeout: expected seconds, found nan"),
         ({"tensor_address": "1:2"}, "tensor_address: expected"),
