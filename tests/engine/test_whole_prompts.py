@@ -14,9 +14,9 @@ from sdk.api.config import EngineConfig
 from sdk.api.errors import RequestError
 from sdk.engine.pages.image_keys import whole_ids
 from sdk.loading.load import Loaded, load
-from tests.engine.test_images import OPTIONS
 from tests.models.tiny_vision import MODELS, TEXT, image, normalized, vision_model
 from tests.models.tiny_vision_prompts import (
+    OPTIONS,
     answer,
     check_in_steps,
     check_preempted,
