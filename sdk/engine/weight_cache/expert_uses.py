@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 1
 #: Tokens that are remembered: before it has seen more, a file forgets a part of what it knew.
 MOST_TOKENS = 1 << 16
-#: Bytes that are read of a file: 60 layers of 384 experts take 160 KB.
+#: Larger files are not read: 60 layers of 384 experts take 160 KB.
 _MOST_BYTES = 1 << 22
 #: Tokens whose uses were ranked before anything is said about the next ones.
 _LEAST_RANKED = 8
