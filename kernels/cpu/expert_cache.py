@@ -47,10 +47,10 @@ class ExpertUse(NamedTuple):
 class ExpertHistory(NamedTuple):
     """How the experts were used since the model was loaded.
 
-    ``tokens``: how many were routed. ``chosen``: of each layer how many of them chose each expert.
-    ``ranks``: of the uses by ``ranked`` of the tokens that were alone in their step. Element i
-    counts those of experts before which i / 64 of all come, if those come first that were used most
-    lately; the last element those of experts that had not been used before.
+    ``tokens``: how many were routed. ``chosen``: for each layer, how many of them chose each
+    expert. ``ranks``: the uses by ``ranked`` of the tokens, each of which was alone in its step, by
+    rank of the expert when all are ordered by recent use. Element i counts experts with i / 64 of
+    all before them, the last element experts that had not been used before.
     """
 
     tokens: int
@@ -192,19 +192,19 @@ class ExpertCache:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Of each layer, in the order in which they run."""
+        """How many each layer has, in the order in which layers run."""
         return tuple(self._experts)
 
     def begin_with(self, shares: Sequence[Sequence[float]]) -> None:
-        """What is known from before: of each layer the share of tokens that chose each expert. What
-        was chosen most is read into the slots while readers have nothing else to do."""
+        """Start with the uses of earlier runs: for each layer, the share of tokens that chose each
+        expert. The experts chosen most are read into free slots while readers are idle."""
         for layer, own in enumerate(shares):
             values = (c_double * len(own))(*own)
             self._library.embedlm_experts_begin_with(self._handle, layer, values, len(own))
         check(self._library.embedlm_experts_preload(self._handle), "experts")
 
     def history(self) -> ExpertHistory:
-        """How they were used so far."""
+        """How the experts were used so far."""
         found, chosen = ExpertRanks(), []
         self._library.embedlm_experts_ranks(self._handle, byref(found))
         for layer, count in enumerate(self._experts):

@@ -3,7 +3,7 @@
 Each group up to the mounted root may have its own limit, and the tightest one counts. A group's
 file pages count as free, because the system drops them before it kills a process. ``memory.high``
 counts as a limit, because the system slows a process down to a halt beyond it. A quota of CPU time
-is for each period (0.1 s unless set): whoever has used it up stands still until the next one.
+is for each period (0.1 s unless set): a group that has used it up is stopped until the next one.
 Sources: cgroups(7), proc(5), the kernel's cgroup-v2.rst (memory.max, memory.high, memory.current)
 and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes); cpu.max in cgroup-v2.rst,
 cpu.cfs_quota_us and cpu.cfs_period_us in scheduler/sched-bwc.rst.
@@ -53,14 +53,14 @@ def group_memory(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def group_cpus(root: Path = Path("/")) -> float | None:
-    """How many CPUs' time this process may use; ``None``: as much as there is. ``root``: see
-    :func:`group_memory`."""
+    """The CPU time that this process may use, in CPUs (2.5: 2.5 seconds each second); ``None``:
+    there is no quota. ``root``: see :func:`group_memory`."""
     found = [_cpus(folder, kind) for folder, kind in _groups(root, "cpu")]
     return min((cpus for cpus in found if cpus is not None), default=None)
 
 
 def _cpus(folder: Path, kind: str) -> float | None:
-    """The quota of one group in periods of its own."""
+    """The quota of one group divided by its period; ``None``: it has none."""
     if kind == "cgroup2":
         words = [word for line in _lines(folder / "cpu.max") for word in line.split()]
     else:

@@ -62,5 +62,7 @@ def named(
 
 def turned(config: Mapping[str, Any]) -> frozenset[str]:
     """Our names of the tower's matrices that files have as ``[in, out]``."""
-    own = family(config[WHOLE]["model_type"]) if WHOLE in config else None
+    if WHOLE not in config:
+        return frozenset()
+    own = family(config[WHOLE]["model_type"], config[VISION].get("model_type"))
     return frozenset(() if own is None else (VISION_ROOT + name for name in own.names.turned))

@@ -219,7 +219,8 @@ def family_in(module: str) -> Family:
 
 def families() -> list[Family]:
     """All families."""
-    return [family_in(module) for module in {*FAMILIES.values(), *OTHER_TOWERS.values()}]
+    modules = dict.fromkeys((*FAMILIES.values(), *OTHER_TOWERS.values()))  # each once, in order
+    return [family_in(module) for module in modules]
 
 
 def text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

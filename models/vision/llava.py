@@ -52,14 +52,14 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         )
     siglip = tower == SIGLIP
     only(whole, "vision_feature_select_strategy", "full" if siglip else "default")
-    read = layers_read(whole, vision.count("num_hidden_layers", 512, default=12), -2)
+    layers = layers_read(whole, vision.count("num_hidden_layers", 512, default=12), -2)
     patch, side = square_tiles(vision)
     key = "image_token_id" if whole.has("image_token_id") else "image_token_index"
     activation = whole.text("projector_hidden_act", default="gelu")
     more = int(not siglip)
     return VisionConfig(
         "llava",
-        siglip_config(vision, max(read))[0] if siglip else _clip(vision, max(read)),
+        siglip_config(vision, max(layers))[0] if siglip else _clip(vision, max(layers)),
         patch,
         text.count("hidden_size", MAX_WIDTH),
         token_id=whole.count(key, 1 << 24, default=32000),
@@ -72,7 +72,7 @@ def read(whole: Fields, vision: Fields, text: Fields) -> VisionConfig:
         projector_activation=activation_named(activation, "projector_hidden_act"),
         class_token=not siglip,
         norm_before=not siglip,
-        side_by_side=read if len(read) > 1 else (),
+        side_by_side=layers if len(layers) > 1 else (),
     )
 
 

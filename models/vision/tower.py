@@ -333,7 +333,7 @@ class TileGroup:
             self._windows = Steps(windows, size, ops, angles, self._parts)
         self._delta = self._embedded(tiles)
         self._residual: Tensor | None = None
-        #: Of the layers whose results are side by side in what the projector reads.
+        #: By layer, the results that are side by side in what the projector reads.
         self._read: dict[int, Tensor] = {}
         #: The tokens, float32 ``[tokens, features * hidden]``, when all parts have run.
         self.rows: Tensor | None = None

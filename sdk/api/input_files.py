@@ -1,4 +1,4 @@
-"""Files that options name. An error of one names the option, the file and what was expected."""
+"""Files that options name: an error states the option, the file and what was expected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from sdk.api.errors import RequestError
 
 Name = str | os.PathLike[str]
-#: How files are used that a command may also make.
+#: How a command uses a file that it may also create.
 USED = "read and written"
 
 
 @contextlib.contextmanager
 def reading(option: str, path: Name, expected: str, how: str = "read") -> Iterator[None]:
-    """Around whatever reads the file of an option: an error of the system names all three.
+    """Turns an ``OSError`` of the block, which uses the file of an option and nothing else, into
+    one that states the option, the path and what was expected.
 
-    :raises RequestError: ``path`` is missing, a folder, or may not be ``how`` (read, written).
+    :raises RequestError: ``path`` is missing, is a folder, or cannot be ``how``.
     """
     try:
         yield
@@ -38,15 +39,18 @@ def unreadable(
 
 
 def read_text(option: str, path: Name, expected: str = "a file of text in UTF-8") -> str:
-    """The text of the file of an option. :raises RequestError: there is none, or it is no UTF-8."""
+    """The text of the file of an option.
+
+    :raises RequestError: it cannot be read, or is not UTF-8.
+    """
     try:
         with reading(option, path, expected):
             return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise no_text(option, path, error) from error
+        raise not_utf8(option, path, error) from error
 
 
-def no_text(option: str, path: Name, error: UnicodeDecodeError) -> RequestError:
-    """The error of an option whose file is no text."""
+def not_utf8(option: str, path: Name, error: UnicodeDecodeError) -> RequestError:
+    """The error of an option whose file is not text in UTF-8."""
     where = f"{error.reason} at byte {error.start}"
     return RequestError(f"{option}: expected text in UTF-8, found {where} of {os.fspath(path)}")

@@ -74,7 +74,7 @@ _OTHER_COMMANDS = {
 }
 
 
-#: Options, always so, that name a second model.
+#: Options that name a second model.
 _MODEL_OPTIONS = ("reference", "gguf")
 
 

@@ -56,7 +56,7 @@ def add_adapters(llm: LLM, adapters: dict[str, str]) -> str | None:
 
 
 def add_adapter(llm: LLM, name: str, path: str | Path) -> LoRARequest:
-    """Load an adapter of ``--lora`` for good. :raises CheckpointError: there is none."""
+    """Load an adapter of ``--lora`` and pin it. :raises CheckpointError: it cannot be loaded."""
     try:
         return llm.add_lora(name, path, pin=True)
     except CheckpointError as error:

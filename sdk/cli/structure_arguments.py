@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.errors import RequestError
-from sdk.api.input_files import no_text, unreadable
+from sdk.api.input_files import not_utf8, unreadable
 
 if TYPE_CHECKING:
     from sdk.api.structured_params import StructuredOutputsParams
@@ -78,4 +78,4 @@ def _read(option: str, path: str, other: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise no_text(option, path, error) from None
+        raise not_utf8(option, path, error) from None

@@ -13,7 +13,7 @@ from sdk.api.input_files import read_text
 
 def read_options(path: str | Path | None) -> dict[str, Any]:
     """Options of ``LLM`` in the JSON file of ``--options``, as ``embedlm tune serve --write`` makes
-    it; none without a file. :raises RequestError: it is no JSON object, or cannot be read."""
+    it; none without a file. :raises RequestError: it is not a JSON object, or cannot be read."""
     if path is None:
         return {}
     text = read_text("--options", path, "a file with a JSON object of options of LLM")

@@ -87,7 +87,7 @@ class _Response:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.run(self._exchange.close())
+        self._exchange.close_from(self._loop)
 
 
 class _AsyncResponse:

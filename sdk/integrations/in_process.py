@@ -34,7 +34,7 @@ class TimedOut(Exception):
 
 class LoopThread:
     """An event loop in a thread of its own, which ends with :meth:`close`, or when nothing refers
-    to this object."""
+    to this object. What runs on it then is cancelled first."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -62,6 +62,11 @@ class LoopThread:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left))
+        loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
 
@@ -159,6 +164,12 @@ class Exchange:
         """The reader has left, for any thread: the request ends soon."""
         with suppress(RuntimeError):  # its event loop is closed, and has ended it
             self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def close_from(self, thread: LoopThread) -> None:
+        """:meth:`close` on the event loop of ``thread``, for any other one. If that has ended,
+        nothing is left to do."""
+        if not self._task.done():
+            thread.run(self.close())
 
     async def close(self) -> None:
         """The reader has left: the request ends. Idempotent."""

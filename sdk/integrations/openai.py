@@ -84,7 +84,7 @@ def client(models: Any, **options: Any) -> openai.OpenAI:
                             yield piece
 
                 def close(self) -> None:
-                    loop.run(exchange.close())
+                    exchange.close_from(loop)
 
             facts = {_EXCHANGE: exchange}
             return library.Response(status, headers=headers, stream=Body(), extensions=facts)
@@ -129,6 +129,8 @@ def _ended_with(found: Any) -> Any:
     """
     if isinstance(found, openai.Stream | openai.AsyncStream):
         exchange = found.response.extensions.get(_EXCHANGE)
+        if exchange is None:  # of another http_client (with_options)
+            return found
         found = copy.copy(found)
         weakref.finalize(found, exchange.leave).atexit = False
     return found

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 #: Of the experts that are not in memory a token needs fewer than their share, because tokens that
 #: follow each other choose alike: that share to this power (docs/log/memory.md has the numbers).
 _ALIKE = 1.5
-#: What is read by what counted uses say is missed: a quarter more for guesses that were wrong, and
-#: what those have pushed out (the same log).
+#: Bytes read for each byte that counted uses predict to be missed: 1.2 to 1.4 were measured, for
+#: wrong guesses and the experts that they push out (the same log).
 _GUESSED = 1.3
 #: Matrices of each size that have a slot in addition to those of a token's experts: for what is
 #: read ahead.
@@ -53,9 +53,9 @@ class ExpertShare:
     """Of all ``total`` bytes of the ``experts`` of all layers ``resident`` stay in memory.
     ``least``: of how many there is room at least. ``read``: what a token needs of them.
 
-    ``counted``: tokens whose experts were counted in earlier runs. ``curve``: what that says, the
-    share of uses that is missed with 0, 1 / n, 2 / n ... 1 of the experts in memory; empty: too
-    little is known.
+    ``counted``: tokens whose experts were counted in earlier runs. ``curve``: from these counts the
+    share of uses that is missed with 0, 1 / n, 2 / n ... 1 of the experts in memory; empty: too few
+    tokens were ranked.
     """
 
     total: int

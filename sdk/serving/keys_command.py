@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import get_args
 
 from sdk.api.errors import RequestError
@@ -81,9 +82,14 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def run(args: argparse.Namespace) -> int:
-    with reading("--file", args.file, "a file of hashed keys", USED):
-        code: int = args.action(args)
+    code: int = args.action(args)
     return code
+
+
+def _using(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Around what uses ``--file``, and not around what prints: a pipe that the reader of our output
+    has closed is another error."""
+    return reading("--file", args.file, "a file of hashed keys", USED)
 
 
 def duration(text: str) -> float:
@@ -105,26 +111,33 @@ def _add(args: argparse.Namespace) -> int:
         args.weight,
     )
     expires = None if args.expires is None else time.time() + args.expires
-    print(add_key(args.file, holder, expires))
+    with _using(args):
+        key = add_key(args.file, holder, expires)
+    print(key)
     _note(f"{args.file}: added {args.name}; the key is shown only now")
     return 0
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    print(rotate_key(args.file, args.name, args.overlap))
+    with _using(args):
+        key = rotate_key(args.file, args.name, args.overlap)
+    print(key)
     _note(f"{args.file}: {args.name} has a new key, which is shown only now")
     return 0
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    count = revoke_key(args.file, args.name)
+    with _using(args):
+        count = revoke_key(args.file, args.name)
     _note(f"{args.file}: {count} key{'' if count == 1 else 's'} of {args.name} removed")
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
     rows: list[Sequence[str]] = []
-    for holder in read_keys(args.file).holders.values():
+    with _using(args):
+        table = read_keys(args.file)
+    for holder in table.holders.values():
         limits = ", ".join(f"{name}={value}" for name, value in holder.limits.given().items())
         for secret in holder.secrets:
             rows.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from sdk.api.errors import RequestError
-from sdk.cli import main
+from sdk.cli import build_parser, main
 from sdk.serving.access import Demand, Refused
 from sdk.serving.guard.key_file import read_keys
 from sdk.serving.guard_arguments import (
@@ -98,6 +99,21 @@ def test_a_missing_file_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "none.json" in capsys.readouterr().err
     assert keys("add", "alice", file=tmp_path / "none" / "keys.json") == 2
     assert "none/keys.json', which cannot be read and written" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_closed_our_output_is_not_an_error_of_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keys("add", "alice", file=file) == 0
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    args = build_parser("keys").parse_args(["keys", "list", "--file", str(file)])
+    with pytest.raises(BrokenPipeError):  # of which `main` says nothing
+        args.run(args)
 
 
 @pytest.mark.parametrize("text", ["5", "-5m", "1w", "", "1.5h", "9999999999s"])

@@ -88,6 +88,16 @@ def test_a_reader_leaves_from_any_thread_and_its_request_ends() -> None:
     exchange.leave()  # after its event loop has ended: nothing
 
 
+def test_requests_are_cancelled_when_their_event_loop_ends() -> None:
+    app, loop = Application(), LoopThread()
+    exchange = Exchange(app, ASK)
+    assert loop.run(exchange.start()) == (200, [])
+    exchange.leave()  # the loop may stop before the task has seen this
+    loop.close()
+    assert app.ended.is_set() and exchange._task.cancelled()
+    exchange.close_from(loop)  # again: nothing
+
+
 def test_a_path_in_the_place_of_a_model_is_named() -> None:
     with pytest.raises(TypeError, match=r"llm: expected an open sdk\.LLM, found 'model\.gguf'"):
         Vectors("model.gguf")  # type: ignore[arg-type]

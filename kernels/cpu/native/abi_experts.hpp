@@ -85,8 +85,8 @@ struct ExpertCounts {
     int64_t waited_ns;    // by threads of products, together
 };
 
-// How a cache of experts was used. Of the uses that were ranked, ranks[i] were of an expert before which
-// i / kExpertRanks of all come, those first that were used most lately: a cache of that share misses it.
+// How a cache of experts was used. ranks[i]: ranked uses of experts with i / kExpertRanks of all experts before
+// them in the order of recent use. A cache with room for that share misses them.
 enum { kExpertRanks = 64 };
 struct ExpertRanks {
     int64_t tokens;                   // of which the experts were counted

@@ -228,8 +228,8 @@ struct WeightCodes {
     float zeros[MR];  // the sums of codes times zeros
 };
 
-// Products of a row's weights with scales as 16 bits; the scale. NaN if a product is not finite. Every vector
-// is in a register at the levels that have so many.
+// Products of a row's weights with scales as 16 bits; returns their scale, NaN if a product is not finite. All
+// vectors stay in registers at levels that have enough of them.
 INLINE float product_codes(const float* weights, const float* scales, int16_t* to) {
     VF product[kKeyVectors], peak = zero();
 #pragma GCC unroll 32
@@ -255,7 +255,7 @@ INLINE void weight_codes(const float* weights, const BlockSide& side, int d, int
                          WeightCodes<MR>* to) {
     const float* scale = side.scale + d / side.group * kBlockKeys;
     int16_t* codes = to->codes + r * kBlockKeys;
-    if (lo > 0 || hi < kBlockKeys) {  // what other keys have is arbitrary, perhaps NaN
+    if (lo > 0 || hi < kBlockKeys) {  // weights and scales of other keys are arbitrary, perhaps NaN
         float seen[2 * kBlockKeys] = {};
         memcpy(seen + lo, weights + lo, sizeof(float) * (size_t)(hi - lo));
         memcpy(seen + kBlockKeys + lo, scale + lo, sizeof(float) * (size_t)(hi - lo));

@@ -26,7 +26,7 @@ constexpr double kRarest = 1e-4;  // share of tokens
 constexpr int64_t kGuessedShare = 4;
 // Readers that may read guesses at a time: what is needed then waits for half a disk at most.
 constexpr int kGuessing = 2;
-// Uses are ranked once this many tokens have been counted, those of one token of so many.
+// Uses are ranked once kUnranked tokens have been counted, for one token in kRankedOf.
 constexpr int64_t kUnranked = 32, kRankedOf = 4;
 // How much the last guess says about the next.
 constexpr double kLearned = 0.05;
@@ -189,7 +189,7 @@ void ExpertCache::count_uses(Layer* layer, const FetchArgs& args) {
     layer->weight = 1.0;
 }
 
-// Of the tokens lately, how many chose an expert.
+// The share of recent tokens that chose an expert.
 double ExpertCache::share_of(const Layer& layer, size_t expert) {
     return layer.uses[expert] / layer.weight * (1.0 - 1.0 / kGrowth);
 }
@@ -201,8 +201,8 @@ void ExpertCache::rank_all() {
     std::sort(ranked_.begin(), ranked_.end(), std::greater<double>());
 }
 
-// Before the uses of a layer are counted: how much of all experts a cache must have for them. Only steps
-// of one token say what one request needs.
+// Before the uses of a layer are counted: the share of all experts that a cache must hold to have them. Only
+// steps of one token show what one request needs.
 void ExpertCache::count_ranks(const Layer& layer, const FetchArgs& args) {
     if (&layer == &layers_.front()) {
         ranks_token_ = args.rows == args.k && (knows_uses_ || ranks_.tokens >= kUnranked) &&
@@ -216,7 +216,7 @@ void ExpertCache::count_ranks(const Layer& layer, const FetchArgs& args) {
     for (int32_t i = 0; ranks_token_ && i < used; ++i) {
         const double share = share_of(layer, (size_t)args.active[i]);
         const auto like = std::equal_range(ranked_.begin(), ranked_.end(), share, std::greater<double>());
-        // In the middle of those that are used as much.
+        // In the middle of the experts with the same share.
         const int64_t before = ((like.first - ranked_.begin()) + (like.second - ranked_.begin()) - 1) / 2;
         const int64_t rank = before * kExpertRanks / (int64_t)ranked_.size();
         ++ranks_.ranks[share > 0.0 ? rank : kExpertRanks];
@@ -428,7 +428,7 @@ ExpertCache::Unit* ExpertCache::next(std::deque<Unit*>* queue, int* slot) {
     return nullptr;
 }
 
-// What `preload` has left, and its slot, which must be free.
+// The next matrix of `preload` that is not in memory, and a free slot for it; null: there is none.
 ExpertCache::Unit* ExpertCache::next_ahead(int* slot) {
     while (!ahead_.empty()) {
         Unit* unit = ahead_.front();

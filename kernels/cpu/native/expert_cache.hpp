@@ -47,10 +47,9 @@ public:
     // `strips`: how many of the product's strips are done with it.
     void release(int group, int32_t expert, int64_t strips);
 
-    // Uses that are known from before, each a share of the tokens: what is kept begins with them. All
-    // layers before `preload`.
+    // Starts with the uses of earlier runs, as shares of tokens. Of all layers before `preload`.
     void begin_with(int layer, const double* shares, int64_t count);
-    // Reads what is used most into slots that are free, when readers have nothing else to do.
+    // Reads the experts used most into free slots while readers are idle.
     void preload();
     // How often each expert of a layer was chosen since the cache was made.
     void read_uses(int layer, int64_t* out, int64_t count);
@@ -123,7 +122,7 @@ private:
     std::vector<Kind> kinds_;
     int layer_ = 0;  // of the last fetch
     std::deque<Unit*> urgent_, needed_, guessed_;
-    std::deque<Unit*> ahead_;  // kAbsent: read when there is nothing else to do
+    std::deque<Unit*> ahead_;  // of `preload`, used most first
     std::mutex mutex_;
     std::condition_variable work_, done_;
     std::vector<std::thread> readers_;
@@ -136,6 +135,6 @@ private:
     ExpertCounts counts_ = {};
     ExpertRanks ranks_ = {};
     std::vector<double> ranked_;  // shares of all experts, largest first
-    bool ranks_token_ = false;    // of the present token
-    bool knows_uses_ = false;     // from before
+    bool ranks_token_ = false;    // the uses of the present token are ranked
+    bool knows_uses_ = false;     // those of earlier runs
 };

@@ -64,7 +64,8 @@ void head_tiles(const KernelTable& kernels, const HeadsArgs& args, const ItemRan
     bool resumed = share.resumed != 0;
     for (int64_t at = share.begin; at < share.end;) {
         const int64_t head = at / strips, first = head * strips, next = first + strips;
-        ItemRange own = {at - first, std::min<int64_t>(share.end, next) - first, std::min<int64_t>(share.reach, next) - first, resumed};
+        const int64_t last = std::min<int64_t>(share.end, next), reach = std::min<int64_t>(share.reach, next);
+        ItemRange own = {at - first, last - first, reach - first, resumed};
         own.then = share.then;
         own.then_end = share.then_end;
         if (share.reach > next) {  // this thread continues with another head

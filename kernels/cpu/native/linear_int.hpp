@@ -140,8 +140,8 @@ INLINE void load_supers(const Panel* p, int64_t b, bool prefetch_next, SuperScal
     }
 }
 
-// What a product of a panel does. kSecondTerms: it adds the second terms of one row, of which there are some, and
-// nothing else. kKeeping: it adds none, and leaves the operands in `expanded`.
+// What a product of a panel computes. kSecondTerms: only the second terms of one row, which has at least one.
+// kKeeping: no second terms, and it leaves the operands in `expanded`.
 enum PanelPart { kWhole = 0, kSecondTerms = 1, kKeeping = 2 };
 
 template <int BITS, int SUBGROUP, bool MINUS, int MR, int SCALES, int PART = kWhole>
@@ -324,7 +324,7 @@ INLINE bool apart(const uint32_t* residual, int64_t stride, int rows) {
     return 3 * terms < 2 * rows * __builtin_popcount(any);
 }
 
-// Those of `count` rows, one by one.
+// The second terms of `count` rows, one row at a time.
 template <int BITS, int SUBGROUP, bool MINUS, int SCALES>
 static void second_terms(Panel* p, const Q8Block* x, int count, const uint32_t* residual, float* sums) {
     if constexpr (SCALES == kMadeFloats || SCALES == kF16) {  // others have one row
@@ -341,7 +341,8 @@ template <int BITS, int SUBGROUP, bool MINUS, int SCALES, int STORED = BITS>
 static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
     const int kMost = most_rows(BITS, SUBGROUP), kLaneBytes = SCALES == kMadeFloats ? 4 : scale_step<SCALES>() / kTileRows;
     int64_t products = STORED != BITS;
-    for (int64_t left = m - (STORED != BITS ? (int)kKeepingRows : 0); left > 0; left -= rows_at_once(kMost, left)) ++products;
+    const int64_t alone = STORED != BITS ? (int)kKeepingRows : 0;
+    for (int64_t left = m - alone; left > 0; left -= rows_at_once(kMost, left)) ++products;
     plan_prefetch(p, products * kPerBlock, m == 1);
     const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
     const uint8_t* const scales[2] = {p->scales[0], p->scales[1]};

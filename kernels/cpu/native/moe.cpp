@@ -322,7 +322,8 @@ Status expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const I
     for (int64_t at = share.begin; at < end;) {
         const int64_t first = at / strips * strips, next = first + strips;
         const int32_t* expert = args.active + at / strips;
-        ItemRange own = {at - first, std::min<int64_t>(end, next) - first, std::min<int64_t>(reach, next) - first, resumed};
+        const int64_t last = std::min<int64_t>(end, next), until = std::min<int64_t>(reach, next);
+        ItemRange own = {at - first, last - first, until - first, resumed};
         if (reach > next && !args.cache) {  // this thread continues with another expert
             const Weight& after = *args.experts[expert[1]];
             own.then = after.codes;

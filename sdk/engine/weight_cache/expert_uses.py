@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from sdk.kernels.cpu.expert_cache import ExpertHistory
 
 VERSION = 1
-#: Tokens that are remembered: before it has seen more, a file forgets a part of what it knew.
+#: Tokens that a file remembers: with more, older ones count less.
 MOST_TOKENS = 1 << 16
-#: Bytes that are read of a file: 60 layers of 384 experts take 160 KB.
+#: Larger files are not read: 60 layers of 384 experts take 160 KB.
 _MOST_BYTES = 1 << 22
 #: Tokens whose uses were ranked before anything is said about the next ones.
 _LEAST_RANKED = 8
@@ -54,8 +54,8 @@ class ExpertUses:
         return [[count / max(self.tokens, 1) for count in layer] for layer in self.chosen]
 
     def missed(self) -> tuple[float, ...]:
-        """The share of uses that a cache misses which has 0, 1 / n, 2 / n ... 1 of all experts;
-        empty: too few tokens have been seen."""
+        """The share of uses that a cache with 0, 1 / n, 2 / n ... 1 of all experts misses; empty:
+        too few tokens have been ranked."""
         total = sum(self.ranks)
         if self.ranked < _LEAST_RANKED or not total:
             return ()
@@ -85,15 +85,15 @@ _NOTHING = ExpertUses(0, (), 0, ())
 
 
 def _weights(old: int, new: int) -> tuple[float, float]:
-    """Of what is known and what is new, so that both are at most :data:`MOST_TOKENS`."""
+    """The weights of old and new tokens, with which both are at most :data:`MOST_TOKENS`."""
     if new >= MOST_TOKENS:
         return 0.0, MOST_TOKENS / new
     return min(1.0, (MOST_TOKENS - new) / max(old, 1)), 1.0
 
 
 def uses_name(path: Path, quantization: str | None, overrides: Mapping[str, Any]) -> str:
-    """32 hexadecimal digits for a model: those of its packed weights depend on the CPU's level and
-    on our version too, which change nothing about its routers.
+    """32 hexadecimal digits for a model. They do not depend on the CPU's level and on our version,
+    as the name of its packed weights does: neither changes its routers.
 
     :raises CheckpointError: a file cannot be read.
     """

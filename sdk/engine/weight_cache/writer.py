@@ -34,7 +34,7 @@ _PAGE, _LINE = 4096, 64
 _AT_A_TIME = 64 << 20
 #: What stays free on the disk.
 FREE = 1 << 30
-#: Seconds after which who waits for the disk is called.
+#: Seconds between two calls of ``alive`` while the disk is waited for.
 _ALIVE = 0.1
 logger = logging.getLogger("sdk")
 

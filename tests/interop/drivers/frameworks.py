@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from haystack.components.generators.chat import OpenAIChatGenerator
@@ -35,6 +36,13 @@ def llm() -> Iterator[FakeLLM]:
         yield made
 
 
+@pytest.fixture
+def story() -> Iterator[FakeLLM]:
+    """Its answer takes longer than :func:`ended` waits."""
+    with FakeLLM("It was a dark and stormy night. " * 300, seconds_per_token=0.01) as made:
+        yield made
+
+
 def ended(llm: FakeLLM) -> bool:
     """Whether its requests end within ten seconds."""
     deadline = time.monotonic() + 10
@@ -43,26 +51,28 @@ def ended(llm: FakeLLM) -> bool:
     return not llm.get_metrics()["num_running"]
 
 
-def loops() -> int:
+def loops() -> list[threading.Thread]:
     """Threads with event loops of clients."""
-    return sum(one.name == "sdk-in-process" for one in threading.enumerate())
+    return [one for one in threading.enumerate() if one.name == "sdk-in-process"]
 
 
-def test_streams_come_piece_by_piece_and_closing_one_ends_its_request(llm: FakeLLM) -> None:
-    own = client(llm)
-    assert loops() == 1
+def test_streams_come_piece_by_piece_and_closing_one_ends_its_request(
+    llm: FakeLLM, story: FakeLLM
+) -> None:
+    own = client({"fake": llm, "story": story})
+    assert len(loops()) == 1
     reply = own.chat.completions.create(model="fake", messages=ASK)
     assert isinstance(reply, openai.types.chat.ChatCompletion)
     assert reply.choices[0].message.content == "The river Rhine flows north."
-    stream = own.chat.completions.create(model="fake", messages=ASK, stream=True)
+    stream = own.chat.completions.create(model="story", messages=ASK, stream=True)
     first = [next(stream) for _ in range(2)]
-    assert first and llm.get_metrics()["num_running"] == 1  # the answer goes on meanwhile
+    assert first and story.get_metrics()["num_running"] == 1  # the answer goes on meanwhile
     stream.close()
-    assert ended(llm)
+    assert ended(story)
     with pytest.raises(openai.BadRequestError, match="expected a list of messages"):
         own.chat.completions.create(model="fake", messages=[])
     own.close()
-    assert loops() == 0
+    assert not loops()
 
 
 def test_tasks_run_together_and_a_cancelled_one_ends(llm: FakeLLM) -> None:
@@ -82,14 +92,14 @@ def test_tasks_run_together_and_a_cancelled_one_ends(llm: FakeLLM) -> None:
     assert ended(llm)
 
 
-def test_a_stream_that_nothing_refers_to_ends_its_request(llm: FakeLLM) -> None:
-    own = client(llm)
+def test_a_stream_that_nothing_refers_to_ends_its_request(story: FakeLLM) -> None:
+    own = client(story)
     gc.disable()  # a stream of openai alone would wait for the collector
     try:
         for _ in own.chat.completions.create(model="fake", messages=ASK, stream=True):
-            assert llm.get_metrics()["num_running"] == 1
+            assert story.get_metrics()["num_running"] == 1
             break
-        assert ended(llm)
+        assert ended(story)
     finally:
         gc.enable()
     own.close()
@@ -105,17 +115,32 @@ def test_a_timeout_is_that_of_the_client_and_ends_the_request(llm: FakeLLM) -> N
     own.close()
 
 
+def test_a_stream_and_its_client_that_nothing_refers_to_end_together(story: FakeLLM) -> None:
+    for _ in client(story).chat.completions.create(model="fake", messages=ASK, stream=True):
+        break
+    assert ended(story)
+
+
+def test_a_stream_of_another_http_client_is_as_openai_makes_it(llm: FakeLLM) -> None:
+    own = client(llm)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b"data: [DONE]\n\n")
+
+    other = own.with_options(http_client=httpx.Client(transport=httpx.MockTransport(answer)))
+    assert not list(other.chat.completions.create(model="fake", messages=ASK, stream=True))
+    own.close()
+
+
 def test_a_client_that_nothing_refers_to_ends_its_thread(llm: FakeLLM) -> None:
-    before = loops()
+    before = set(threading.enumerate())  # those of other tests may be about to end
     own = client(llm)
     own.models.list()
-    assert loops() == before + 1
+    [thread] = [one for one in loops() if one not in before]
     del own
     gc.collect()
-    deadline = time.monotonic() + 10
-    while loops() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert loops() == before
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_several_models_answer_by_name(llm: FakeLLM) -> None:
