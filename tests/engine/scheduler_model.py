@@ -242,8 +242,11 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def may_wait(self, request, started) -> bool:
         """Whether a step may run nothing of a running request: next to an urgent prompt, also if it
-        is one itself and another one starts before it."""
+        is one itself and another one starts before it, urgent or earlier in order: whether a
+        request is urgent is decided as it arrives, and one that arrives later may be ahead."""
+        order = self.rig.scheduler.queues.running.index
         ahead = any(one.urgent for one in started)
+        ahead = ahead or all(order(one) < order(request) for one in started)
         urgent = request.urgent and in_prefill(request)
         return self.rig.config.policy != "fcfs" and (ahead or not urgent)
 
