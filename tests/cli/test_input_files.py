@@ -84,9 +84,16 @@ def test_all_options_with_a_path_are_known_here() -> None:
     assert found | {("eval", "--reference")} == INPUTS.keys() | OUTPUTS
 
 
+CASES = [
+    pytest.param(option, path, id=f"{' '.join(option)} {kind}")
+    for option in INPUTS
+    for kind, path in PATHS.items()
+    if option not in MADE or kind != "missing"
+]
+
+
 @pytest.mark.quick_cases(40)
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-@pytest.mark.parametrize("option", INPUTS, ids=" ".join)
+@pytest.mark.parametrize(("option", "path"), CASES)
 def test_a_file_that_cannot_be_read_is_one_line(
     option: tuple[str, str],
     path: str,
@@ -95,8 +102,6 @@ def test_a_file_that_cannot_be_read_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
 ) -> None:
-    if option in MADE and path == "missing":
-        pytest.skip("the file is made")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     given = str(tmp_path) if path == "." else path
