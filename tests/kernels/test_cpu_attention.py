@@ -25,8 +25,13 @@ from tests.kernels.plain_kernels import FUSED, SEVERAL_FUSED, SEVERAL_LEVELS, pl
 
 #: Integer keys and values are multiplied by queries and weights of 16 bits, whose error is at most
 #: 2**-16 of the largest. The error of int8 codes themselves is 5e-5.
-NMSE = dict.fromkeys(("int8", "int4", "k8v4", "fp8/int4"), 1e-8)
-DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "fp8/int4")
+NMSE = dict.fromkeys(("int8", "int4", "k8v4", "fp8/int4"), 1e-8) | dict.fromkeys(
+    ("int16", "int16/int8", "float16/int16"), 2e-8
+)
+DTYPES = (
+    *("float32", "float16", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4"),
+    *("fp8/int4", "int16/int8", "float16/int16"),
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
 
-DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4/fp8")
+DTYPES = (
+    *("float32", "float16", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4"),
+    "int4/fp8",
+)
 TOKENS, NUM_PAGES = 70, 6
 
 
