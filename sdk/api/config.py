@@ -26,7 +26,6 @@ from sdk.api.scheduling_policy import (
 from sdk.api.sizes import cache_bytes, parse_bytes
 from sdk.api.speculative_config import SpeculativeConfig, speculative_config
 from sdk.kernels.dataclass import dataclass
-from sdk.kernels.kv.kv_types import KV_TYPES
 from sdk.kernels.kv.tiers import KEPT_PAGES, TIER_PAGE_SIZE
 from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_tiers
@@ -181,7 +180,12 @@ class EngineConfig:
             self._check_alone("state_snapshot_dtype", enable_prefix_caching=True)
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
-            self._check_cache_type()
+            if self.device == "cuda" and not KVTypes.parse(self.kv_cache_dtype).on_gpu:
+                raise RequestError(
+                    f"kv_cache_dtype: {self.kv_cache_dtype} is not supported on a GPU, whose "
+                    "matrix units do not multiply integers of 16 bits; use float16 in place of "
+                    "int16: it takes as much memory"
+                )
         if self.kv_policy is not None:
             self._check_policy()
         elif self.kv_keep != KEPT_PAGES:
@@ -526,15 +530,6 @@ class EngineConfig:
                 "swap_space: swapped pages are found by their prefix, which needs "
                 "enable_prefix_caching=True"
             )
-
-    def _check_cache_type(self) -> None:
-        types = KVTypes.parse(self.kv_cache_dtype)
-        for name in (types.k, types.v):
-            if self.device == "cuda" and KV_TYPES[name].gpu_kind is None:
-                raise RequestError(
-                    f"kv_cache_dtype: {name} is not supported on a GPU, whose matrix units do not "
-                    "multiply integers of 16 bits; use float16, which takes as much memory"
-                )
 
     def _check_policy(self) -> None:
         policy = _text("kv_policy", self.kv_policy)

@@ -53,7 +53,14 @@ def test_an_answer_is_the_same_alone_cached_chunked_and_preempted(
 
 @pytest.mark.parametrize(
     ("dtype", "least"),
-    [("int16", 0.98), ("int8", 1.9), ("fp8", 1.9), ("int4", 3.6), ("k8v4", 2.5), ("int4:skip=0", 1.5)],
+    [
+        ("int16", 0.98),
+        ("int8", 1.9),
+        ("fp8", 1.9),
+        ("int4", 3.6),
+        ("k8v4", 2.5),
+        ("int4:skip=0", 1.5),
+    ],
 )
 def test_a_budget_holds_as_many_more_tokens_as_they_are_smaller(
     tiny_path: Path, dtype: str, least: float

@@ -51,7 +51,9 @@ def saved(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int16", "int8", "fp8", "k8v4", "int4", "int4:skip=1"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "int16", "int8", "fp8", "k8v4", "int4", "int4:skip=1"]
+)
 def test_an_answer_after_a_restore_is_the_same_bits(
     tiny_path: Path, tmp_path: Path, dtype: str
 ) -> None:

@@ -147,7 +147,8 @@ from sdk.quant.spec import KVSpec
 from tests.scripts import run_python
 
 torch.set_num_threads(4)
-caches = {name: KVCache(KVSpec(1, 4, 64, 16, name), 80) for name in ("float32", "int16", "int8", "int4")}
+names = ("float32", "int16", "int8", "int4")
+caches = {name: KVCache(KVSpec(1, 4, 64, 16, name), 80) for name in names}
 threads = len(os.listdir("/proc/self/task"))
 pages = list(range(1, 76))  # 1,200 tokens, 307,200 values
 for name, cache in caches.items():

@@ -16,7 +16,14 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.kv.kv_types import KV_ALIASES, KV_TYPES, KVType, WordType, ZeroPointType, scale_group
+from sdk.kernels.kv.kv_types import (
+    KV_ALIASES,
+    KV_TYPES,
+    KVType,
+    WordType,
+    ZeroPointType,
+    scale_group,
+)
 from sdk.kernels.reference import ReferenceBackend
 from sdk.kernels.reference.page_codes import encode
 from sdk.quant.spec import KVSpec, KVTypes

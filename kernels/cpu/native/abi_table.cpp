@@ -232,7 +232,7 @@ constexpr AbiEntry kEntries[] = {
     CONSTANT(kAbiVersion), CONSTANT(kTileRows), CONSTANT(kTileDepth), CONSTANT(kTileBytesPerBit),
     CONSTANT(kByteTile), CONSTANT(kTableSize), CONSTANT(kScaleTableSize), CONSTANT(kMaxLevels),
     CONSTANT(kLevelShift), CONSTANT(kMaxHeadDim), CONSTANT(kHeadDimStep), CONSTANT(kMaxScaleGroup),
-    CONSTANT(kBlockKeys), CONSTANT(kLevelCount),
+    CONSTANT(kMostWord),     CONSTANT(kBlockKeys), CONSTANT(kLevelCount),
     CONSTANT(kF16), CONSTANT(kBF16), CONSTANT(kF32), CONSTANT(kU8), CONSTANT(kI8), CONSTANT(kE4M3),
     CONSTANT(kE5M2), CONSTANT(kLow4), CONSTANT(kHigh4), CONSTANT(kE8M0), CONSTANT(kI4),
     CONSTANT(kU2), CONSTANT(kU4), CONSTANT(kI6), CONSTANT(kI16), CONSTANT(kStream), CONSTANT(kQ4K), CONSTANT(kQ5K),
