@@ -170,6 +170,11 @@ class KVTypes:
         pair = KV_TYPES[self.k].code_bytes(64), KV_TYPES[self.v].code_bytes(64)
         return sum(pair) / 128
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether Triton kernels read both."""
+        return all(KV_TYPES[name].gpu_kind is not None for name in (self.k, self.v))
+
     def of_layer(self, layer: int) -> tuple[KVType, KVType]:
         """The types of a layer's keys and values."""
         k, v = ("float16", "float16") if layer in self.skip_layers else (self.k, self.v)

@@ -29,7 +29,7 @@ from sdk.kernels.cpu.library_file import foreign
 from sdk.kernels.weights.expert_slots import RANKS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 47
+ABI_VERSION = 48
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = (

@@ -11,7 +11,7 @@ from sdk.kernels.kv.tiers import MAX_TIERS, TIER_PAGE_SIZE
 from sdk.kernels.lazy_torch import Tensor, torch
 
 _NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)
-_INTEGERS = (KV_TYPES["int8"].cpu_element, KV_TYPES["int4"].cpu_element)
+_INTEGERS = tuple(KV_TYPES[name].cpu_element for name in ("int16", "int8", "int4"))
 _MAX_HEAD_DIM = 576
 #: Products with integer codes are exact for so many dimensions that share a scale.
 _MAX_SCALE_GROUP = 512

@@ -41,7 +41,9 @@ from sdk.kernels.operators.batch import AttentionBatch
 from sdk.kernels.operators.head_norms import QueryScale
 
 #: int4 packs halves of a key into bytes, which lie in both parts.
-_TYPES = tuple(name for name in KV_TYPES if name != "int4")
+_TYPES = tuple(
+    name for name, kind in KV_TYPES.items() if kind.gpu_kind is not None and name != "int4"
+)
 _MAX_DIM = 1024
 #: Rows of a tile, at most, and the bytes of the parts of all splits.
 _ROWS, _PARTS = 64, 64 << 20

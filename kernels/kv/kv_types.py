@@ -27,6 +27,8 @@ HALF_MAX = 65504.0
 #: Bits of the largest finite scale and of the NaN scale of a :class:`ZeroPointType`.
 _LARGEST, _NAN = 0xF7, 0xFF
 _NO_FRACTIONS = 1.5 * 2**23
+#: What a :class:`WordType` stores as 0.
+_NO_SIZE = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +148,12 @@ class ScaledType(KVType):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """One group ``x [..., n]`` as codes and scales ``[...]``.
 
-        The scale is rounded to float16 before the codes are chosen, so that its rounding is not an
-        error of the values.
+        The scale is rounded before the codes are chosen, so that its rounding is not an error of
+        the values.
         """
         from sdk.kernels.lazy_torch import torch
 
-        scale = (x.abs().amax(dim=-1) / self.largest).clamp(max=HALF_MAX).to(torch.float16)
+        scale = self.round_scale(x.abs().amax(dim=-1))
         wide = scale.to(torch.float32).unsqueeze(-1)
         inverse = torch.where(wide > 0, 1.0 / wide, 0.0)
         codes = (x * inverse).clamp(-self.largest, self.largest)
@@ -159,11 +161,37 @@ class ScaledType(KVType):
             codes = _rounded(codes)
         return codes.masked_fill(wide.isnan(), 0.0).to(self.storage_dtype), scale
 
+    def round_scale(self, peak: Tensor) -> Tensor:
+        """The scale with which ``peak``, the largest magnitude of a group, has the largest code."""
+        from sdk.kernels.lazy_torch import torch
+
+        return (peak / self.largest).clamp(max=HALF_MAX).to(torch.float16)
+
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The values of float32 ``codes``, each with its scale."""
         from sdk.kernels.lazy_torch import torch
 
         return codes * scales.to(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordType(ScaledType):
+    """Codes of 13 bits and a sign in int16, whose scale is a bfloat16.
+
+    A scale of float16 would lose bits where the largest value of a group is below 0.5. It is
+    rounded up, so that no code is above :attr:`largest`: sums of products then fit 32 bits
+    (cpu/native/attention_integers.hpp). Groups whose largest value is at most 1e-30 become zeros.
+    """
+
+    scale: str = "bfloat16"
+
+    def round_scale(self, peak: Tensor) -> Tensor:
+        from sdk.kernels.lazy_torch import torch
+
+        step = peak / self.largest
+        above = (step.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
+        above = torch.where(peak > _NO_SIZE, above, 0.0)
+        return torch.where(peak.isnan(), peak, above).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +244,11 @@ _ALL = (
     ),
     KVType(
         name="bfloat16", aliases=("bf16",), bits=16, storage="bfloat16", cpu_element=1, gpu_kind=0
+    ),
+    # The error of a normally distributed value is about half that of a float16.
+    WordType(
+        name="int16", bits=16, storage="int16", groups=(64, 64), hadamard=True, largest=8191.0,
+        cpu_element=14,
     ),
     ScaledType(
         name="int8", short="8", bits=8, storage="int8", groups=(64, 64), hadamard=True,

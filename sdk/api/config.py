@@ -180,6 +180,12 @@ class EngineConfig:
             self._check_alone("state_snapshot_dtype", enable_prefix_caching=True)
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
+            if self.device == "cuda" and not KVTypes.parse(self.kv_cache_dtype).on_gpu:
+                raise RequestError(
+                    f"kv_cache_dtype: {self.kv_cache_dtype} is not supported on a GPU, whose "
+                    "matrix units do not multiply integers of 16 bits; use float16 in place of "
+                    "int16: it takes as much memory"
+                )
         if self.kv_policy is not None:
             self._check_policy()
         elif self.kv_keep != KEPT_PAGES:

@@ -36,6 +36,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import QuantizationError
 from sdk.quant.online import FLOATS, is_in_block, online_scheme
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
+from sdk.quant.spec import KVTypes
 
 #: The most alternatives that a plan lists.
 _MAX_ALTERNATIVES = 8
@@ -300,6 +301,8 @@ def _fitting(
     before = kv.get(asked.kv_dtype, 0.0)
     if not model_config(config, checkpoint).causal:  # its pages are those of one step
         kv = {}
+    if config.device == "cuda":
+        kv = {name: loss for name, loss in kv.items() if KVTypes.parse(name).on_gpu}
     for scheme in _schemes(config, inner, weights):
         options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
         by_scheme = replace(config, **options)

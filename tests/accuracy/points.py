@@ -75,7 +75,7 @@ FILES = (
     *("q8_0", "q5_0", "q4_0", "q4_0+text", "iq4_nl", "gptq-q4_0", "gptq-iq4_nl"),
     *("gptq-w4g64", "gptq-w4g64-act", "gptq-w4g64-mix-h5", "awq-w4g64"),
 )
-KV_TYPES = ("float16", "int8", "fp8", "fp8_e5m2", "k8v4", "int4")
+KV_TYPES = ("float16", "int16", "int8", "fp8", "fp8_e5m2", "k8v4", "int4")
 #: Tokens whose keys and values count as memory of what is served.
 CONTEXT = 4096
 #: As served: activations rounded where kernels do it.

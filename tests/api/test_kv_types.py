@@ -10,7 +10,10 @@ import pytest
 from sdk import LLM, RequestOutput, SamplingParams
 from sdk.kernels.kv.kv_types import KV_TYPES
 
-TYPES = ("float32", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4:skip=1")
+TYPES = (
+    *("float32", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int16/int8"),
+    *("int4:skip=1", "int16:skip=0"),
+)
 #: Of one token in float16: two layers, keys and values of 2 heads of 64.
 HALF = 2 * 2 * 2 * 64 * 2
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
@@ -50,7 +53,14 @@ def test_an_answer_is_the_same_alone_cached_chunked_and_preempted(
 
 @pytest.mark.parametrize(
     ("dtype", "least"),
-    [("int8", 1.9), ("fp8", 1.9), ("int4", 3.6), ("k8v4", 2.5), ("int4:skip=0", 1.5)],
+    [
+        ("int16", 0.98),
+        ("int8", 1.9),
+        ("fp8", 1.9),
+        ("int4", 3.6),
+        ("k8v4", 2.5),
+        ("int4:skip=0", 1.5),
+    ],
 )
 def test_a_budget_holds_as_many_more_tokens_as_they_are_smaller(
     tiny_path: Path, dtype: str, least: float

@@ -373,6 +373,16 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"kv_cache_dtype": "int3"}, RequestError, "kv_cache_dtype: expected float32, float16"),
         ({"kv_cache_dtype": 8}, RequestError, "kv_cache_dtype: .* found 8"),
         ({"kv_cache_dtype": "int4:skip=2"}, RequestError, "skips layer 2 of 2"),
+        (
+            {"kv_cache_dtype": "int16", "device": "cuda"},
+            RequestError,
+            "kv_cache_dtype: int16 is not supported on a GPU, .* use float16",
+        ),
+        (
+            {"kv_policy": "int16>int8"},
+            RequestError,
+            "kv_policy: expected fp16>int8>int4, .*, found 'int16>int8'",
+        ),
         ({"compute": "fast"}, RequestError, "compute"),
         ({"device": "tpu"}, RequestError, "device"),
         ({"gpu_memory_utilization": 1.5}, RequestError, "share"),

@@ -12,11 +12,13 @@ import torch
 
 import sdk
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.api.config import EngineConfig
 from sdk.api.machine import installed_memory
 from sdk.api.options import engine_config
 from sdk.api.sizes import parse_bytes
 from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
+from sdk.loading import alternatives as alternatives_of
 from sdk.loading.alternatives import expected_losses
 from sdk.memory import planning, resolve
 from sdk.memory.demand import MemoryDemand, WeightBytes
@@ -161,6 +163,26 @@ def test_losses_are_known_by_names_that_schemes_and_kv_types_have() -> None:
     assert kv["int8"] < kv["int4"]
     assert online_scheme("int8")
     assert weights["int8"] < weights["rtn-w4g64"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_types_of_the_kv_cache_are_tried_where_kernels_read_them(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    asked, tried = LLM.plan(tiny_path, max_model_len=128), set()
+
+    def planned(config: EngineConfig, *rest: object) -> MemoryPlan:
+        tried.add(config.kv_cache_dtype)
+        return asked
+
+    monkeypatch.setattr(alternatives_of, "plan_for", planned)
+    monkeypatch.setattr(alternatives_of, "weight_bytes", lambda *_: None)  # asks for the card
+    config = engine_config(tiny_path, max_model_len=128)
+    with contextlib.closing(resolve.open_model(config)) as checkpoint:
+        alternatives_of.alternatives(replace(config, device=device), checkpoint, asked)
+    known = {"auto", *expected_losses()[1]}
+    assert "int16" in known
+    assert tried == (known if device == "cpu" else known - {"int16"})
 
 
 def test_a_stream_is_expected_to_read_the_weights_and_the_context(smollm2: Path) -> None:

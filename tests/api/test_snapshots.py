@@ -51,7 +51,9 @@ def saved(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8", "fp8", "k8v4", "int4", "int4:skip=1"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "int16", "int8", "fp8", "k8v4", "int4", "int4:skip=1"]
+)
 def test_an_answer_after_a_restore_is_the_same_bits(
     tiny_path: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -99,6 +101,8 @@ def test_layers_with_sliding_windows_are_in_a_snapshot(golden: Path, tmp_path: P
     [
         ("float32", "float16", 0.001),
         ("float16", "bfloat16", 0.01),
+        ("float16", "int16", 0.001),
+        ("int16", "float16", 0.001),
         ("float16", "int8", 0.03),
         ("int8", "float16", 0.05),
         ("fp8", "int8", 0.12),

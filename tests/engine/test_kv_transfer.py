@@ -98,7 +98,7 @@ class Copies(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float16", "int16", "int8", "int4"])
 def test_pages_of_the_type_wanted_are_copied_without_torchs_threads(dtype: str) -> None:
     source, target = (_cache(dtype, None) for _ in range(2))
     for page in (2, 4):
@@ -119,7 +119,7 @@ def test_pages_of_the_type_wanted_are_copied_without_torchs_threads(dtype: str) 
     ("dtype", "centred", "error"),
     [
         *((TIERS, True, 0.001), (TIERS, False, 0.001), ("float16", False, 0.001)),
-        *(("int8", False, 0.035), ("k8v4", True, 0.2)),
+        *(("int16", False, 0.001), ("int8", False, 0.035), ("k8v4", True, 0.2)),
     ],
 )
 def test_what_is_read_from_tiered_pages_is_written_into_any_pages(
@@ -147,7 +147,8 @@ from sdk.quant.spec import KVSpec
 from tests.scripts import run_python
 
 torch.set_num_threads(4)
-caches = {name: KVCache(KVSpec(1, 4, 64, 16, name), 80) for name in ("float32", "int8", "int4")}
+names = ("float32", "int16", "int8", "int4")
+caches = {name: KVCache(KVSpec(1, 4, 64, 16, name), 80) for name in names}
 threads = len(os.listdir("/proc/self/task"))
 pages = list(range(1, 76))  # 1,200 tokens, 307,200 values
 for name, cache in caches.items():

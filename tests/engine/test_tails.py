@@ -146,7 +146,7 @@ def test_an_interrupted_copy_is_not_trusted(wide: Any) -> None:
     r.assert_answers()
 
 
-TYPES = ["float16", "int8", "fp8", "int4", "k8v4"]
+TYPES = ["float16", "int16", "int8", "fp8", "int4", "k8v4"]
 
 
 @pytest.mark.quick_cases(3)

@@ -151,6 +151,7 @@ def test_slow_kernels_leave_the_model_on_the_cpu(
     ("options", "reason", "warns"),
     [
         ({"disk_offload": "1MiB"}, "disk_offload: with device='cuda'", False),
+        ({"kv_cache_dtype": "int8/int16"}, "kv_cache_dtype: int8/int16 is not", False),
         ({"kv_policy": "float16>int8"}, "kv_policy: not supported on a GPU", False),
         ({"memory": MemoryPool("100MiB")}, "a MemoryPool is of this machine's memory", False),
     ],

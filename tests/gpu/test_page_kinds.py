@@ -44,7 +44,7 @@ def test_a_type_is_accepted_or_rejected_by_name(kernel: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", KV_TYPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_sides_are_what_the_descriptors_say(name: str) -> None:
     kind = KV_TYPES[name]
     layer = KVCache(KVSpec(1, 2, 80, 16, name), 3, keys_transposed=False).layers[0]

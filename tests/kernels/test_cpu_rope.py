@@ -22,7 +22,10 @@ from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
 
-DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4/fp8")
+DTYPES = (
+    *("float32", "float16", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4"),
+    "int4/fp8",
+)
 TOKENS, NUM_PAGES = 70, 6
 
 
@@ -117,7 +120,7 @@ def test_norms_of_heads_and_a_scale_by_position_are_those_of_the_reference(
         torch.testing.assert_close(results[0][2][at], values, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int16", "int8", "int4"])
 def test_a_centre_is_taken_from_every_key(backend: CpuBackend, dtype: str) -> None:
     (kernel,) = backend.implementations("rope_and_cache")
     batch = make_batch(16)

@@ -26,9 +26,9 @@ from sdk.quant.caches import AttentionCache
 from sdk.quant.spec import KVSpec
 from tests.kernels.plain_kernels import plain_kernels
 
-DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4")
+DTYPES = ("float32", "float16", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4")
 #: Integers are multiplied by queries and weights of 16 bits: see test_cpu_attention.py.
-NMSE = dict.fromkeys(("int8", "int4"), 1e-8)
+NMSE = dict.fromkeys(("int8", "int4"), 1e-8) | {"int16": 2e-8}
 
 
 def make_pages(cache: AttentionCache, count: int, page_size: int, dtype: str) -> KVPages:
@@ -167,7 +167,7 @@ def test_attention_over_latent_pages(
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("dtype", ["float16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float16", "int16", "int8", "fp8"])
 @pytest.mark.parametrize(("heads", "value_dim", "width", "half", "page_size"), SHAPES[:3])
 def test_chunks_and_threads_do_not_change_a_bit(
     backend: CpuBackend,
@@ -189,7 +189,7 @@ def test_chunks_and_threads_do_not_change_a_bit(
         assert torch.equal(found[0], other)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "fp8/int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int16", "int8", "int4", "fp8/int4"])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (24, 64)])
 def test_values_may_have_another_width_than_keys(
     backend: CpuBackend, key_dim: int, value_dim: int, dtype: str

@@ -24,6 +24,7 @@ from sdk.kernels.cpu import (
     states,
 )
 from sdk.kernels.kv import tiers as kv_tiers
+from sdk.kernels.kv.kv_types import KV_TYPES
 from sdk.kernels.operators import mlp_activations, sampling, state_ops
 from sdk.kernels.operators.route_rule import GATES, MAX_SCORED
 from sdk.kernels.operators.state_ops import RATES
@@ -106,6 +107,7 @@ def test_limits_are_those_of_the_library(table: Mapping[str, int]) -> None:
     assert ctypes.sizeof(library.WeightView().int8_table) == table["kTableSize"]
     assert table["kMaxLevels"] == kv_tiers.MAX_TIERS
     assert kv_tiers.page_id(1, 0) == 1 << table["kLevelShift"]
+    assert table["kMostWord"] == KV_TYPES["int16"].largest
     assert table["kBlockKeys"] == kv_tiers.TIER_PAGE_SIZE  # a page of one type is one key block
     assert len(library.LEVELS) == table["kLevelCount"]
     assert len(runtime._STATUS) + 1 == table["kStatusCount"]

@@ -16,7 +16,14 @@ from sdk.engine.rank.kv_cache import KVCache
 from sdk.engine.rank.kv_transfer import row_widths
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.kv.kv_types import KV_ALIASES, KV_TYPES, KVType, ZeroPointType, scale_group
+from sdk.kernels.kv.kv_types import (
+    KV_ALIASES,
+    KV_TYPES,
+    KVType,
+    WordType,
+    ZeroPointType,
+    scale_group,
+)
 from sdk.kernels.reference import ReferenceBackend
 from sdk.kernels.reference.page_codes import encode
 from sdk.quant.spec import KVSpec, KVTypes
@@ -25,7 +32,7 @@ from tests.kernels.plain_kernels import plain_kernels
 ABI = Path(__file__).parents[2] / "kernels/cpu/native/abi_weights.hpp"
 #: The names of ``ElementType`` in C++.
 NATIVE = {
-    "float32": "kF32", "float16": "kF16", "bfloat16": "kBF16", "int8": "kI8",
+    "float32": "kF32", "float16": "kF16", "bfloat16": "kBF16", "int16": "kI16", "int8": "kI8",
     "fp8": "kE4M3", "fp8_e5m2": "kE5M2", "int4": "kI4",
 }  # fmt: skip
 every_type = pytest.mark.parametrize("kind", KV_TYPES.values(), ids=KV_TYPES.keys())
@@ -41,6 +48,8 @@ def largest_errors(kind: KVType, x: Tensor, group: int) -> Tensor:
         wide = torch.cat([s.expand_as(p) for s, p in zip(span, parts, strict=True)], -1)
         return wide / kind.largest * (1 + 1 / 16)
     scale = peak / kind.largest if kind.scale else torch.ones_like(x)
+    if isinstance(kind, WordType):
+        scale = scale * (1 + 2**-7)  # rounded up to a bfloat16
     if not kind.storage_dtype.is_floating_point:
         return scale * 0.5005
     info = torch.finfo(kind.storage_dtype)

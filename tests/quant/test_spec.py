@@ -96,8 +96,8 @@ def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "k16v8"),
-        *("int8/fp8", "fp8/int4", "int4:skip=0", "k8v4:skip=0+17+29"),
+        *("float32", "float16", "bfloat16", "int16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4"),
+        *("k16v8", "int16/int8", "int8/fp8", "fp8/int4", "int4:skip=0", "k8v4:skip=0+17+29"),
     ],
 )
 def test_types_of_keys_and_values_read_back_as_written(text: str) -> None:
@@ -136,6 +136,7 @@ def test_page_bytes_are_those_of_codes_and_scales() -> None:
         return half.page_bytes / replace(half, dtype=dtype).page_bytes
 
     for head_dim in (64, 80, 96, 128, 256):
+        assert ratio("int16", head_dim) >= 0.97
         assert ratio("int8", head_dim) >= 1.9 and ratio("fp8", head_dim) >= 1.9
         assert ratio("k8v4", head_dim) >= 2.5
         assert ratio("int4", head_dim) >= 3.6
@@ -143,7 +144,7 @@ def test_page_bytes_are_those_of_codes_and_scales() -> None:
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4", "k8v4"])
+@pytest.mark.parametrize("dtype", ["int16", "int8", "fp8", "int4", "k8v4"])
 def test_kernels_find_the_groups_of_a_head_by_their_number(dtype: str, head_dim: int) -> None:
     for part in KVSpec(1, 1, head_dim, 16, dtype).parts(0):
         group = scale_group(head_dim, part.groups)

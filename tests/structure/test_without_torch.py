@@ -229,7 +229,7 @@ with LLM(model, max_model_len=256, enable_lora=True) as llm:
     first = dict(requests(llm))
     print(json.dumps(first))
     {between}
-for name in ("int8", "int4", "fp8", "bfloat16", "k8v4"):
+for name in ("int16", "int8", "int4", "fp8", "bfloat16", "k8v4"):
     with LLM(model, max_model_len=128, kv_cache_dtype=name, kv_cache_memory_bytes="4MiB") as llm:
         print(json.dumps(text(llm.generate(LONG, params(), use_tqdm=False))))
 for more in ({"enforce_eager": True}, {"compute": "exact"}, {"disk_offload": "60MiB"},

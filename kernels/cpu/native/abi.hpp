@@ -19,7 +19,7 @@
 #include "abi_states.hpp"
 #include "abi_weights.hpp"
 
-enum { kAbiVersion = 47 };
+enum { kAbiVersion = 48 };
 
 #if defined(_WIN32)
 #define EXPORT extern "C" __declspec(dllexport)

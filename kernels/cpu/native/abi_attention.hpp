@@ -8,9 +8,9 @@
 // that keys are vector lanes, and the dimensions of a key are `step` apart. Values are not: the slots
 // are `step` apart. Floats that are further apart than a value is long have room for whole vectors: up to
 // kHeadPadding numbers of arbitrary contents are read after a value, also after the last one.
-// Codes of 8 and 4 bits have a scale per slot and `group` dimensions: row (head * groups + g) of
-// the page's scales, slots side by side; value = scale * (code - zero). It is an f16, and zero 0, or
-// for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.
+// Codes have a scale per slot and `group` dimensions: row (head * groups + g) of
+// the page's scales, slots side by side; value = scale * (code - zero). It is an f16 (for kI16 a bf16), and zero 0,
+// or for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.
 struct PageSide {
     void* data;
     uint16_t* scales;  // null: no scales
@@ -31,6 +31,9 @@ static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the pag
 enum { kMaxHeadDim = 576, kHeadDimStep = 8 };
 // Dimensions that share a scale: integer products of so many are exact (attention_integers.hpp).
 enum { kMaxScaleGroup = 512 };
+// The largest code of kI16 pages. What such codes are multiplied with has at most kMostCodeSum as the sum of its
+// sizes, so that 32 bits hold the result.
+enum { kMostWord = 8191, kMostCodeSum = (1 << 18) - kMaxScaleGroup };
 static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
 static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }

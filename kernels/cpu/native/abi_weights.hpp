@@ -7,8 +7,8 @@
 // kernels/kv/kv_types.py (cpu_element). kLow4 and kHigh4, for scales and minima only, are the two halves
 // of one byte (q2_k stores both there). kE8M0, for scales, is a power of two.
 // kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
-// d - D / 2.
-// The last three, for scales and zero points only, pack the numbers of 16 rows into fewer bits. kU4
+// d - D / 2. kI16, for pages only: codes of at most kMostWord (abi_attention.hpp).
+// kU2, kU4 and kI6, for scales and zero points only, pack the numbers of 16 rows into fewer bits. kU4
 // takes 8 bytes: byte i holds row i in its low half and row i + 8 in its high half. kU2 takes 4 bytes:
 // byte i holds rows i, i + 4, i + 8 and i + 12. kI6 takes 12 bytes: the low 4 bits of all rows, then
 // their high 2 bits (q3_k; minus 32).
@@ -26,7 +26,8 @@ enum ElementType {
     kI4 = 10,
     kU2 = 11,
     kU4 = 12,
-    kI6 = 13
+    kI6 = 13,
+    kI16 = 14
 };
 
 // How a file stores the codes of a weight: one bit stream per row, or ggml's blocks.

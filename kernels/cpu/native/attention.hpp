@@ -73,11 +73,7 @@ INLINE void weights_of(float* s, int begin, int end, float* records, int64_t rec
             store(at, weight);
         }
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-        for (int n = 8 / kLanes; n > 0; n /= 2)
-            for (int i = 0; i < n; ++i) sums[r][i] = add(sums[r][i], sums[r][i + n]);
-        records[r * record + 1] = reduce_add(sums[r][0]);
-    }
+    for (int r = 0; r < ROWS; ++r) records[r * record + 1] = sum_of_sixteen(sums[r]);
 }
 
 // Turns one row's scores into weights; returns peak and total of its record. With linear biases key t of

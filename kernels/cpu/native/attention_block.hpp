@@ -69,11 +69,13 @@ static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     }
 }
 
-// f16 scales times `factor` as floats.
-INLINE void widen(const uint16_t* scales, int count, float factor, float* to) {
+// Scales of codes of `type` without zeros as floats. Those of kE4M3 get what load_page leaves out.
+INLINE void widen(const uint16_t* scales, int count, int type, float* to) {
+    const int kind = scale_type(type);
+    const float factor = type == kE4M3 ? 256.0f : 1.0f;
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_half(scales + i), set1(factor)));
-    for (; i < count; ++i) to[i] = half_to_float(scales[i]) * factor;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_as(kind, scales, i), set1(factor)));
+    for (; i < count; ++i) to[i] = scale_of(type, scales[i]) * factor;
 }
 
 // Scales and zeros of kI4 codes as floats.
@@ -103,7 +105,7 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
                                      (item.head * groups + g) * from.scale_row + slot;
             const int at = g * kBlockKeys + t;
             if (from.type == kI4) widen_pairs(scales, run, scale + at, zero + at);
-            else widen(scales, run, from.type == kE4M3 ? 256.0f : 1.0f, scale + at);
+            else widen(scales, run, from.type, scale + at);
         }
         t += run;
     }

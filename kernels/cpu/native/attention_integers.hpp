@@ -1,14 +1,17 @@
-// Products with keys and values that are integer codes (kI8, kI4). They take half the instructions of floats:
+// Products with keys and values that are integer codes (kI8, kI4, kI16). They take half the instructions of floats:
 // with AVX-512 and 8-bit codes, prompts of 4096 tokens (SmolLM2) get 1.3 times as fast.
 //
 // Codes become 16 bits, in pairs that one instruction multiplies and adds: when they are read, or once for
 // many rows, in a copy. Queries are rounded to 16 bits with a scale of the row. So are the weights of a key
 // block times the scales of a group of values. The error is at most 2^-16 of the row's largest number; that
-// of an 8-bit code is 2^-8. Zero points are subtracted from sums:
+// of an 8-bit code is 2^-8. For codes of 16 bits (kI16) the scale is larger where the sum of sizes asks for it
+// (kMostCodeSum). Zero points are subtracted from sums:
 //     sum_i x_i (code_i - zero) = sum_i x_i code_i - zero sum_i x_i     for keys, where i are dimensions
 //     sum_i x_i (code_i - zero_i) = sum_i x_i code_i - sum_i x_i zero_i     for values, where i are keys
 // Sums of integers are exact, so a row has the same bits in every batch and at every level.
 #pragma once
+
+#include <type_traits>
 
 #include "attention_block.hpp"
 #include "pairs.hpp"
@@ -17,26 +20,34 @@ namespace LEVEL {
 
 static_assert((int64_t)32767 * 128 * kMaxScaleGroup <= INT32_MAX, "scores of dimensions that share a scale are exact");
 static_assert((int64_t)32767 * 255 * kBlockKeys <= INT32_MAX, "so are sums of a key block's values or zeros");
+static_assert((int64_t)kMostWord * (kMostCodeSum + kMaxScaleGroup / 2) <= INT32_MAX,
+              "sums with 16-bit codes too: rounding adds at most a half to each of their factors");
+static_assert((int)kBlockKeys <= (int)kMaxScaleGroup, "the factors of values are as few");
 static_assert(kHeadDimStep % 8 == 0, "halves of a head are whole units of kSumDims, and so are groups");
 
-// Where the codes of a product come from: bytes, the low or the high halves of bytes (kI8, kLow4, kHigh4), or
-// a copy of 16 bits.
+// Where the codes of a product come from: words of 16 bits (kI16), bytes, the low or the high halves of bytes
+// (kI8, kLow4, kHigh4), or a copy of 16 bits.
 enum { kCopied = -1 };
 
-// The codes of kLanes bytes at `a` and at `b`, one of each in every lane.
+// What a page stores the codes in.
 template <int FROM>
-INLINE VI zip_codes(const int8_t* a, const int8_t* b) {
-    const VI bytes = zip_pairs(a, b), mask = set1_int(0x000f000f);
-    return FROM == kLow4 ? (VI)(bytes & mask) : FROM == kHigh4 ? (VI)(bytes >> 4 & mask) : bytes;
+using Stored = typename std::conditional<FROM == kI16, int16_t, int8_t>::type;
+
+// The codes of kLanes elements at `a` and at `b`, one of each in every lane.
+template <int FROM>
+INLINE VI zip_codes(const Stored<FROM>* a, const Stored<FROM>* b) {
+    const VI codes = zip_pairs(a, b), mask = set1_int(0x000f000f);
+    return FROM == kLow4 ? (VI)(codes & mask) : FROM == kHigh4 ? (VI)(codes >> 4 & mask) : codes;
 }
 
 // Of dimension d.
 INLINE int source_of(const BlockSide& side, int d) {
     if (side.pairs) return kCopied;
-    return side.type == kI8 ? (int)kI8 : d < side.low_dims ? (int)kLow4 : (int)kHigh4;
+    return side.type != kI4 ? side.type : d < side.low_dims ? (int)kLow4 : (int)kHigh4;
 }
 
 INLINE int16_t code_of(const PageSide& side, int64_t at, bool high) {
+    if (side.type == kI16) return ((const int16_t*)side.data)[at];
     const int8_t code = ((const int8_t*)side.data)[at];
     return side.type == kI8 ? code : high ? code >> 4 & 15 : code & 15;
 }
@@ -51,7 +62,7 @@ static void pair_keys_of(const Item& item, int64_t begin, int first, int count, 
         int16_t* to = (int16_t*)item.keys + d * kBlockKeys;
         const int64_t from = (high ? d - c.keys.low_dims : d) * side.step;
         for (int v = first / kLanes; whole && v * kLanes < count; ++v) {
-            const int8_t* keys = (const int8_t*)c.key[v] + from;
+            const Stored<FROM>* keys = (const Stored<FROM>*)c.key[v] + from;
             store_pairs(to + 2 * v * kLanes, zip_codes<FROM>(keys, keys + side.step));
         }
         for (int t = first; !whole && t < count; ++t) {
@@ -64,7 +75,8 @@ static void pair_keys_of(const Item& item, int64_t begin, int first, int count, 
 
 static void pair_keys(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     const int width = item.a->head_dim, low_dims = c->keys.low_dims;
-    if (c->keys.type == kI8) pair_keys_of<kI8>(item, begin, first, count, 0, width, *c);
+    if (c->keys.type == kI16) pair_keys_of<kI16>(item, begin, first, count, 0, width, *c);
+    else if (c->keys.type == kI8) pair_keys_of<kI8>(item, begin, first, count, 0, width, *c);
     else {
         pair_keys_of<kLow4>(item, begin, first, count, 0, low_dims, *c);
         pair_keys_of<kHigh4>(item, begin, first, count, low_dims, width, *c);
@@ -73,8 +85,9 @@ static void pair_keys(const Item& item, int64_t begin, int first, int count, Key
 }
 
 // The codes of value t of a key block that is read in place.
-INLINE const int8_t* value_codes(const KeyBlock& c, int t) {
-    return (const int8_t*)c.value[t >> c.segment_shift] + (t & ((1 << c.segment_shift) - 1)) * c.values.step;
+template <int FROM>
+INLINE const Stored<FROM>* value_codes(const KeyBlock& c, int t) {
+    return (const Stored<FROM>*)c.value[t >> c.segment_shift] + (t & ((1 << c.segment_shift) - 1)) * c.values.step;
 }
 
 // Values first..count, dimensions d_begin..d_end, as [64][value] pairs of keys. Where a pair has a key
@@ -87,7 +100,7 @@ static void pair_values_of(const Item& item, int64_t begin, int first, int count
     for (int t = first & ~1; t < count; t += 2) {
         int16_t* to = (int16_t*)item.values + t * item.value;
         for (int d = d_begin; whole && d < d_end; d += kLanes) {  // a page has both keys: its slots are even
-            const int8_t* codes = value_codes(c, t) + (high ? d - d_begin : d);
+            const Stored<FROM>* codes = value_codes<FROM>(c, t) + (high ? d - d_begin : d);
             store_pairs(to + 2 * d, zip_codes<FROM>(codes, codes + side.step));
         }
         for (int k = 0; !whole && k < 2; ++k) {
@@ -102,7 +115,8 @@ static void pair_values_of(const Item& item, int64_t begin, int first, int count
 
 static void pair_values(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     const int width = item.a->value_dim, low_dims = c->values.low_dims;
-    if (c->values.type == kI8) pair_values_of<kI8>(item, begin, first, count, 0, width, *c);
+    if (c->values.type == kI16) pair_values_of<kI16>(item, begin, first, count, 0, width, *c);
+    else if (c->values.type == kI8) pair_values_of<kI8>(item, begin, first, count, 0, width, *c);
     else {
         pair_values_of<kLow4>(item, begin, first, count, 0, low_dims, *c);
         pair_values_of<kHigh4>(item, begin, first, count, low_dims, width, *c);
@@ -128,12 +142,42 @@ static void pair_values_of_keys(const Item& item, int first, int count, KeyBlock
     c->values.low_dims = width;
 }
 
+// What one of kI16's factors must not be below as 32767 units of a scale, so that the codes have at most
+// kMostCodeSum in sum.
+INLINE float least_of(float sum) { return sum * (32767.0f / kMostCodeSum); }
+
+INLINE float sum_of_sizes(const float* x, int count) {
+    VF sums[16 / kLanes];
+    for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
+    for (int i = 0; i < count; i += kLanes) {
+        VF* sum = sums + i / kLanes % (16 / kLanes);
+        *sum = add(*sum, abs(vector_of(x, i, count)));
+    }
+    return sum_of_sixteen(sums);
+}
+
+// The largest magnitude that a query's scale must allow for its products with kI16 keys of any level; 0 without
+// such keys.
+INLINE float least_of_query(const AttentionArgs* a, const float* q) {
+    float least = 0.0f;
+    for (int l = 0; l < a->num_levels; ++l) {
+        const PageSide& keys = a->levels[l].keys;
+        for (int d = 0; keys.type == kI16 && d < a->head_dim; d += keys.group) {
+            const int count = keys.group < a->head_dim - d ? keys.group : a->head_dim - d;
+            const float own = least_of(sum_of_sizes(q + d, count));
+            least = own > least ? own : least;
+        }
+    }
+    return least;
+}
+
 // One row's query as 16 bits, its scale, and the sums of the codes of the first 0, kSumDims, ... dimensions.
 INLINE void query_codes(const Item& item, int i) {
     const int width = item.a->head_dim;
     int16_t* codes = item.q_codes + i * item.padded;
     int32_t* sums = item.q_sums + i * kQuerySums;
-    item.q_scales[i] = to_int16(item.q + i * item.padded, width, 2, codes);
+    const float* q = item.q + i * item.padded;
+    item.q_scales[i] = to_int16(q, width, 2, codes, least_of_query(item.a, q));
     sums[0] = 0;
     for (int d = 0; d < width; d += kSumDims) {
         int32_t sum = 0;
@@ -151,10 +195,10 @@ __attribute__((noinline)) static void pair_scores(const Item& item, const KeyBlo
     const int64_t stride = item.padded, step = FROM == kCopied ? (int64_t)kBlockKeys : side.step;
     const int low = FROM == kHigh4 ? side.low_dims : 0;
     const int16_t* const copy = FROM == kCopied ? side.pairs + 2 * at : nullptr;
-    const int8_t* keys[NV];
+    const Stored<FROM>* keys[NV];
 #pragma GCC unroll 4
     for (int c = 0; c < NV; ++c)
-        keys[c] = FROM == kCopied ? nullptr : (const int8_t*)block.key[at / kLanes + c];
+        keys[c] = FROM == kCopied ? nullptr : (const Stored<FROM>*)block.key[at / kLanes + c];
     const int16_t* const codes = item.q_codes + i * item.padded;
     VI dot[MR][NV];
 #pragma GCC unroll 6
@@ -215,6 +259,7 @@ static void score_codes(const Item& item, const KeyBlock& c, int i, int first, i
             case kCopied: part_scores<MR, kCopied>(item, c, i, first, end, d, stop, ahead); break;
             case kLow4: part_scores<MR, kLow4>(item, c, i, first, end, d, stop, ahead); break;
             case kHigh4: part_scores<MR, kHigh4>(item, c, i, first, end, d, stop, ahead); break;
+            case kI16: part_scores<MR, kI16>(item, c, i, first, end, d, stop, ahead); break;
             default: part_scores<MR, kI8>(item, c, i, first, end, d, stop, ahead);
         }
     }
@@ -229,15 +274,20 @@ struct WeightCodes {
 };
 
 // Products of a row's weights with scales as 16 bits; returns their scale, NaN if a product is not finite. All
-// vectors stay in registers at levels that have enough of them.
+// vectors stay in registers at levels that have enough of them. LIMITED: for values of kI16.
+template <bool LIMITED>
 INLINE float product_codes(const float* weights, const float* scales, int16_t* to) {
-    VF product[kKeyVectors], peak = zero();
+    VF product[kKeyVectors], peak = zero(), sums[16 / kLanes];
+    for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
 #pragma GCC unroll 32
     for (int v = 0; v < kKeyVectors; ++v) {
         product[v] = mul(load(weights + v * kLanes), load(scales + v * kLanes));
         peak = max_bits(peak, product[v]);
+        if (LIMITED) sums[v % (16 / kLanes)] = add(sums[v % (16 / kLanes)], product[v]);
     }
-    const float largest = reduce_bits(peak);
+    float largest = reduce_bits(peak);
+    const float least = LIMITED ? least_of(sum_of_sixteen(sums)) : 0.0f;
+    if (least > largest) largest = least;
     if (!has_codes(largest)) {
         memset(to, 0, sizeof(int16_t) * kBlockKeys);
         return scale_without_codes(largest);
@@ -255,14 +305,16 @@ INLINE void weight_codes(const float* weights, const BlockSide& side, int d, int
                          WeightCodes<MR>* to) {
     const float* scale = side.scale + d / side.group * kBlockKeys;
     int16_t* codes = to->codes + r * kBlockKeys;
+    float seen[2 * kBlockKeys];
     if (lo > 0 || hi < kBlockKeys) {  // weights and scales of other keys are arbitrary, perhaps NaN
-        float seen[2 * kBlockKeys] = {};
+        memset(seen, 0, sizeof seen);
         memcpy(seen + lo, weights + lo, sizeof(float) * (size_t)(hi - lo));
         memcpy(seen + kBlockKeys + lo, scale + lo, sizeof(float) * (size_t)(hi - lo));
-        to->scales[r] = product_codes(seen, seen + kBlockKeys, codes);
-    } else {
-        to->scales[r] = product_codes(weights, scale, codes);
+        weights = seen;
+        scale = seen + kBlockKeys;
     }
+    to->scales[r] = side.type == kI16 ? product_codes<true>(weights, scale, codes)
+                                      : product_codes<false>(weights, scale, codes);
     to->zeros[r] = 0.0f;
     if (side.type != kI4) return;
     const float* zero = side.zero + d / side.group * kBlockKeys;
@@ -288,7 +340,7 @@ __attribute__((noinline)) static void pair_sums(const Item& item, const KeyBlock
         for (int r = 0; r < MR; ++r) weight[r] = load_pair(weights.codes + r * kBlockKeys + t);
         prefetch_step(ahead);
         const int16_t* const copy = FROM == kCopied ? c.values.pairs + t * item.value + 2 * d : nullptr;
-        const int8_t* const place = FROM == kCopied ? nullptr : value_codes(c, t) + from;
+        const Stored<FROM>* const place = FROM == kCopied ? nullptr : value_codes<FROM>(c, t) + from;
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
             const int at = v * kLanes;
@@ -330,6 +382,7 @@ static void sum_codes(const Item& item, const KeyBlock& c, const int* lo, const 
             case kCopied: part_sums<MR, kCopied>(item, c, first, end, weights, d, stop, out, ahead); break;
             case kLow4: part_sums<MR, kLow4>(item, c, first, end, weights, d, stop, out, ahead); break;
             case kHigh4: part_sums<MR, kHigh4>(item, c, first, end, weights, d, stop, out, ahead); break;
+            case kI16: part_sums<MR, kI16>(item, c, first, end, weights, d, stop, out, ahead); break;
             default: part_sums<MR, kI8>(item, c, first, end, weights, d, stop, out, ahead);
         }
     }

@@ -14,11 +14,18 @@ static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys
 static_assert(kHeadPadding % kLanes == 0, "a padded head is whole vectors at every level");
 static_assert(kMaxHeadDim % kLanes == 0, "the codes of a head have room for whole vectors");
 
+// The sum of sixteen partial sums, which are the lanes of 16 / kLanes vectors: the same at every level.
+INLINE float sum_of_sixteen(VF* sums) {
+    for (int n = 8 / kLanes; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) sums[i] = add(sums[i], sums[i + n]);
+    return reduce_add(sums[0]);
+}
+
 // Bytes of `count` elements of a page.
 INLINE int64_t page_bytes(int type, int64_t count) {
     switch (type) {
         case kF32: return count * 4;
-        case kF16: case kBF16: return count * 2;
+        case kF16: case kBF16: case kI16: return count * 2;
         case kI4: return count / 2;
         default: return count;
     }
@@ -63,7 +70,9 @@ INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
 }
 
 // Integer codes are multiplied as such (attention_integers.hpp).
-INLINE bool multiplies_codes(const PageSide& side) { return side.type == kI8 || side.type == kI4; }
+INLINE bool multiplies_codes(const PageSide& side) {
+    return side.type == kI8 || side.type == kI4 || side.type == kI16;
+}
 
 // Few rows read pages in place; many rows read a copy that is converted once.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {

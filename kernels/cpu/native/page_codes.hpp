@@ -136,6 +136,12 @@ INLINE VF vector_of(const float* x, int i, int count) {
     return load(rest);
 }
 
+// The type of the scales of codes without zeros, and such a scale.
+INLINE int scale_type(int type) { return type == kI16 ? kBF16 : kF16; }
+INLINE float scale_of(int type, uint16_t scale) {
+    return type == kI16 ? bf16_to_float(scale) : half_to_float(scale);
+}
+
 // What the largest value becomes. An e5m2 goes to 57344, but then the scales of ordinary heads
 // would be too small for an f16.
 INLINE float largest_code(int type) { return type == kI8 ? 127.0f : 448.0f; }
@@ -158,6 +164,25 @@ INLINE uint16_t round_codes(const float* x, int count, int type, uint8_t* to) {
     }
     for (int i = 0; i < count && type != kI8; ++i)
         to[i] = float_to_f8(clamp(x[i] * inverse, -most, most), type);
+    return half;
+}
+
+// The same for kI16. Its scale is a bfloat16: float16 has fewer than 11 bits for peaks below 0.5. It is rounded
+// up, so that no code is above kMostWord. Peaks of 1e-30 and less become 0: the inverse would be infinite.
+INLINE uint16_t round_words(const float* x, int count, int16_t* to) {
+    const float peak = peak_of(x, count), step = peak / (float)kMostWord;
+    if (!(peak > 1e-30f)) {
+        memset(to, 0, sizeof(int16_t) * (size_t)count);
+        return peak != peak ? float_to_bf16(peak) : (uint16_t)0;
+    }
+    uint32_t bits;
+    memcpy(&bits, &step, 4);
+    const uint16_t half = (uint16_t)((bits + 0xffff) >> 16);
+    const VF inverse = set1(1.0f / bf16_to_float(half)), most = set1((float)kMostWord);
+    for (int i = 0; i < count; i += kLanes) {
+        const VF code = mul(vector_of(x, i, count), inverse);
+        store_words(to + i, round_int(min(max(code, sub(zero(), most)), most)));
+    }
     return half;
 }
 
@@ -226,6 +251,13 @@ static void to_page(const PageSide& side, int64_t at, int64_t stride, uint16_t* 
         uint16_t halves[kMaxHeadDim];
         narrow(x, count, side.type, halves);
         spread(halves, count, (uint16_t*)side.data + at, stride);
+        return;
+    }
+    if (side.type == kI16) {
+        int16_t codes[kMaxHeadDim + kLanes];
+        for (int d = 0; d < count; d += side.group, scales += side.scale_row)
+            *scales = round_words(x + d, side.group < count - d ? side.group : count - d, codes + d);
+        spread(codes, count, (int16_t*)side.data + at, stride);
         return;
     }
     uint8_t codes[kMaxHeadDim + kLanes];

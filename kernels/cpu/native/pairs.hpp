@@ -9,15 +9,15 @@ namespace LEVEL {
 INLINE bool has_codes(float largest) { return largest > 1e-30f && largest <= 0x1.fffffep127f; }
 INLINE float scale_without_codes(float largest) { return largest <= 1e-30f ? 0.0f : __builtin_nanf(""); }
 
-// count values as 16 bits in `to`, zeros up to a multiple of `padding`. The scale; NaN if a value is not
-// finite.
-static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to) {
+// count values as 16 bits in `to`, zeros up to a multiple of `padding`. The scale, of which 32767 are the largest
+// value or `least`; NaN if a value is not finite.
+static float to_int16(const float* x, int64_t count, int64_t padding, int16_t* to, float least = 0.0f) {
     VF peak = zero();
     const int64_t whole = count / kLanes * kLanes, padded = (count + padding - 1) / padding * padding;
     float rest[kLanes] = {};
     memcpy(rest, x + whole, sizeof(float) * (size_t)(count - whole));
     for (int64_t i = 0; i < whole; i += kLanes) peak = max_bits(peak, load(x + i));
-    const float largest = reduce_bits(max_bits(peak, load(rest)));
+    const float highest = reduce_bits(max_bits(peak, load(rest))), largest = least > highest ? least : highest;
     if (!has_codes(largest)) {
         memset(to, 0, sizeof(int16_t) * (size_t)padded);
         return scale_without_codes(largest);

@@ -24,16 +24,17 @@ static void from_page(const PageSide& side, int64_t at, int64_t stride, const ui
     const int stored = nibbles ? count / 2 : count;
     switch (side.type) {
         case kF32: collect(side, at, stride, stored, raw); break;
-        case kF16: case kBF16: collect(side, at, stride, stored, (uint16_t*)raw); break;
+        case kF16: case kBF16: case kI16: collect(side, at, stride, stored, (uint16_t*)raw); break;
         default: collect(side, at, stride, stored, (uint8_t*)raw);
     }
-    for (int d = 0; d < stored; d += kLanes)
+    for (int d = 0; d < stored && side.type == kI16; ++d) to[d] = ((const int16_t*)raw)[d];
+    for (int d = 0; d < stored && side.type != kI16; d += kLanes)
         store(to + d, load_as(nibbles ? (int)kLow4 : side.type, raw, d));
     for (int d = 0; d < stored && nibbles; d += kLanes)
         store(to + stored + d, load_as(kHigh4, raw, d));
     for (int d = 0; d < count && scales; d += side.group, scales += side.scale_row) {
         const int end = d + side.group < count ? d + side.group : count;
-        const float scale = nibbles ? short_scale((uint8_t)*scales) : half_to_float(*scales);
+        const float scale = nibbles ? short_scale((uint8_t)*scales) : scale_of(side.type, *scales);
         const float zero = nibbles ? (float)(*scales >> 8) * 0.0625f : 0.0f;
         for (int i = d; i < end; ++i) to[i] = scale * (to[i] - zero);
     }

@@ -220,6 +220,10 @@ INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
     const __m128i x = _mm_loadl_epi64((const __m128i*)a), y = _mm_loadl_epi64((const __m128i*)b);
     return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
 }
+INLINE VI zip_pairs(const int16_t* a, const int16_t* b) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)a), y = _mm_loadu_si128((const __m128i*)b);
+    return _mm256_set_m128i(_mm_unpackhi_epi16(x, y), _mm_unpacklo_epi16(x, y));
+}
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(codes, x));
 }

@@ -261,6 +261,10 @@ INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
     const int8x8_t first = vreinterpret_s8_s32(vdup_n_s32(x)), second = vreinterpret_s8_s32(vdup_n_s32(y));
     return vreinterpretq_s32_s16(vmovl_s8(vzip1_s8(first, second)));
 }
+INLINE VI zip_pairs(const int16_t* a, const int16_t* b) {
+    const int16x4_t x = vld1_s16(a), y = vld1_s16(b);
+    return vreinterpretq_s32_s16(vcombine_s16(vzip1_s16(x, y), vzip2_s16(x, y)));
+}
 INLINE VI dot_pairs(VI acc, VI codes, VI x) {
     const int16x8_t a = vreinterpretq_s16_s32(codes), b = vreinterpretq_s16_s32(x);
     const VI low = vmull_s16(vget_low_s16(a), vget_low_s16(b));

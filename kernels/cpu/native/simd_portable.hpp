@@ -185,7 +185,8 @@ INLINE VI widen_pairs(const int8_t* p) {
     for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)p[2 * i + 1] << 16 | (uint16_t)p[2 * i]);
     return found;
 }
-INLINE VI zip_pairs(const int8_t* a, const int8_t* b) {
+template <typename T>
+INLINE VI zip_pairs(const T* a, const T* b) {
     VI found;
     for (int i = 0; i < 4; ++i) found[i] = (int32_t)((uint32_t)b[i] << 16 | (uint16_t)a[i]);
     return found;

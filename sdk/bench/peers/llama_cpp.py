@@ -13,7 +13,7 @@ from .opening import Opening
 BATCH = 512
 #: Its own default is float16.
 KV = {
-    "auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
+    "auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "int16": "F16",
     "int8": "Q8_0", "int4": "Q4_0",
 }  # fmt: skip
 

@@ -15,8 +15,8 @@ BATCH = 512
 _PAGE = 32
 #: Its own default on a CPU is u8.
 KV = {
-    "auto": "", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "u8",
-    "int4": "u4",
+    "auto": "", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "int16": "f16",
+    "int8": "u8", "int4": "u4",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _changed(**fields: object) -> Frame:
     salt=st.none() | st.text(max_size=40),
     adapter=st.none() | st.text(max_size=40),
     pages=st.integers(1, 5),
-    dtype=st.sampled_from(["float16", "int8", "k8v4", "int4:skip=1"]),
+    dtype=st.sampled_from(["float16", "int16", "int8", "k8v4", "int4:skip=1"]),
 )
 def test_an_offer_is_read_as_it_was_written(salt, adapter, pages, dtype) -> None:
     tokens = tuple(range(4 * pages))
