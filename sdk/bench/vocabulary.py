@@ -22,8 +22,8 @@ _PREFIX = "tokenizer.ggml."
 
 
 def with_vocabulary(path: Path) -> Path:
-    """A copy of the GGUF file ``path`` beside it that has a byte-level vocabulary, or ``path`` if it
-    has one. The copy is made once, and takes as much of the disk. Its matrices are the same bytes.
+    """A copy of the GGUF file ``path`` beside it, with a byte-level vocabulary; ``path`` if it has
+    one. The copy is made once, and takes as much of the disk. Its matrices are the same bytes.
 
     :raises RequestError: there is too little room for it.
     """
@@ -44,9 +44,9 @@ def _check_room(path: Path) -> None:
     needed, free = path.stat().st_size + (64 << 20), shutil.disk_usage(path.parent).free
     if free < needed:
         raise RequestError(
-            f"{path.name}: expected {format_bytes(needed)} of free space in {path.parent} for a copy "
-            f"with a vocabulary, found {format_bytes(free)}; set XDG_CACHE_HOME to a folder on "
-            "another disk, or leave out the engines that need one (openvino, mistral.rs)"
+            f"{path.name}: expected {format_bytes(needed)} of free space in {path.parent} for a "
+            f"copy with a vocabulary, found {format_bytes(free)}; set XDG_CACHE_HOME to a folder "
+            "on another disk, or leave out the engines that need one (openvino, mistral.rs)"
         )
 
 
