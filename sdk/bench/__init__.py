@@ -211,6 +211,7 @@ def run(args: argparse.Namespace) -> int:
             contexts=args.context,
             output_len=args.output_len,
             unpacked=model.unpacked,
+            with_vocabulary=model.with_vocabulary,
             progress=_progress,
             lora=parse_lora(args.lora),
             lora_dtype=args.lora_dtype,

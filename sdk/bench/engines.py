@@ -54,6 +54,8 @@ OF_ONE_SUITE = ("peft", "sentence-transformers", "fastembed")
 EMBEDDING = (OTHER, "llama.cpp", "sentence-transformers", "fastembed")
 #: Those that read the same GGUF file as we do; the others get its weights unpacked.
 READ_GGUF = (OTHER, "llama.cpp", "openvino", "openvino-f32", "mistral.rs")
+#: Those of them that do not open a file without a vocabulary.
+NEED_VOCABULARY = ("openvino", "openvino-f32", "mistral.rs")
 #: Characters of a peer's problem that are shown: Rust's and C++'s can be pages.
 _SHOWN = 300
 #: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.

@@ -23,6 +23,7 @@ class ModelFiles:
     def __init__(self, file: str | None, usual: DemoModel = SMOLLM2) -> None:
         self._folder = TemporaryDirectory(prefix="embedlm-bench-")
         self._unpacked: Path | None = None
+        self._random = file in SHAPES or file in REAL_SHAPES
         if file in SHAPES:
             made = Path(self._folder.name) / f"{file}.Q4_0.gguf"
             write_random(made, file)
@@ -39,6 +40,14 @@ class ModelFiles:
 
     def __exit__(self, *exc: object) -> None:
         self._folder.cleanup()
+
+    def with_vocabulary(self) -> str:
+        """The file, or of a random one, which has no vocabulary, a copy beside it that has one."""
+        if not self._random:
+            return self.path
+        from sdk.bench.vocabulary import with_vocabulary  # imports numpy
+
+        return str(with_vocabulary(Path(self.path)))
 
     def unpacked(self) -> str:
         """A folder that every engine can read: a GGUF file's weights as float32, made once."""

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sdk.bench.engines import OF_ONE_SUITE, OURS, READ_GGUF, Engines, Load, Peer, Worker
+from sdk.bench.engines import (
+    NEED_VOCABULARY,
+    OF_ONE_SUITE,
+    OURS,
+    READ_GGUF,
+    Engines,
+    Load,
+    Peer,
+    Worker,
+)
 from sdk.bench.peers.opening import Opening, without_type
 from sdk.bench.report import Result
 
@@ -30,8 +39,8 @@ def least_output(requests: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one run. ``unpacked()`` returns a model that every engine can read;
-    ``progress`` gets one line of text."""
+    """The settings of one run. ``unpacked()`` returns a model that every engine can read,
+    ``with_vocabulary()`` our file with a vocabulary; ``progress`` gets one line of text."""
 
     model: str
     threads: int
@@ -43,6 +52,7 @@ class Settings:
     contexts: tuple[int, ...]
     output_len: int
     unpacked: Callable[[], str]
+    with_vocabulary: Callable[[], str]
     progress: Callable[[str], None]
     #: ``random:RANK``, or the path of an adapter.
     lora: str = "random:16"
@@ -69,8 +79,11 @@ class Settings:
     def opening(
         self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:
-        """What ``engine`` opens: our file, or its unpacked weights."""
-        model = self.model if engine in (OURS, *READ_GGUF) else self.unpacked()
+        """What ``engine`` opens: our file, also with a vocabulary, or its unpacked weights."""
+        if engine in NEED_VOCABULARY:
+            model = self.with_vocabulary()
+        else:
+            model = self.model if engine in (OURS, *READ_GGUF) else self.unpacked()
         return Opening(engine, model, self.threads, requests, context, kv or self.kv, prefix)
 
     @contextmanager

@@ -86,6 +86,36 @@ def test_angles_far_beyond_the_original_context_are_those_of_transformers(name: 
         assert (difference <= 1e-6 + 2.0**-23 * positions[:, None]).all()
 
 
+#: The context that each scaling stretches, in tokens, and how far: to the length of the prompt.
+ORIGINAL, STRETCH = 32, 32.0
+STRETCHED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": STRETCH},
+    "dynamic": {"factor": STRETCH},
+    "yarn": {"factor": STRETCH, "original_max_position_embeddings": ORIGINAL},
+    "longrope": {"factor": STRETCH, "original_max_position_embeddings": ORIGINAL},
+    "llama3": {"factor": STRETCH, "original_max_position_embeddings": ORIGINAL},
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_a_prompt_far_beyond_the_original_context_matches_transformers(
+    name: str, load: Callable[..., Any]
+) -> None:
+    """1,024 tokens where the model knew 32, in chunks; without the scaling they differ."""
+    length = ORIGINAL if name == "dynamic" else int(ORIGINAL * STRETCH)
+    parameters = {"rope_theta": 500.0, **SCALINGS[name], **STRETCHED[name]}
+    oracle = tiny("llama", rope_parameters=parameters, max_position_embeddings=length)
+    ids = prompt(int(ORIGINAL * STRETCH), 8)
+    expected = expected_logits(oracle, ids)
+    model = load(oracle, max_model_len=len(ids))
+    found = Paged(model).run("a", ids, [7, 57, 700])
+    assert (found - expected).abs().max() <= 1e-4
+    checkpoint = checkpoint_of(oracle)
+    checkpoint.config["rope_parameters"] = {"rope_theta": 500.0}
+    plain = Paged(load(checkpoint, max_model_len=len(ids))).run("a", ids)
+    assert (plain - expected)[ORIGINAL:].abs().mean() > 0.1
+
+
 def test_dynamic_scaling_follows_max_model_len(load: Callable[..., Any]) -> None:
     """transformers rescales at the length of the prompt; we at the length the engine allows."""
     oracle = llama("dynamic", max_position_embeddings=32)
