@@ -29,7 +29,7 @@ from sdk.kernels.cpu.library_file import foreign
 from sdk.kernels.weights.expert_slots import RANKS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
-ABI_VERSION = 47
+ABI_VERSION = 48
 
 #: Instruction-set levels, worst to best of each architecture, in the order of native/levels.hpp.
 LEVELS = (
@@ -167,6 +167,18 @@ class FilePart(Structure):
         ("begin", c_void_p),
         *((name, c_int64) for name in ("bytes", "whole")),
         ("next", c_void_p),
+    ]
+
+
+class RoundArgs(Structure):
+    largest: float
+    bad: int
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "codes", "scale", "zero")),
+        *((name, c_int64) for name in ("rows", "k", "group", "height", "row_bytes")),
+        *((name, c_int32) for name in ("method", "type", "bits", "symmetric")),
+        *((name, c_float) for name in ("factor", "largest")),
+        ("bad", c_int32),
     ]
 
 
@@ -495,6 +507,7 @@ _SIGNATURES = {
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64, c_int64, c_int64)),
     "pack_end": (None, (c_void_p,)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
+    "round": (c_int, (c_int, POINTER(RoundArgs))),
     "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
     "ranks_create": (c_void_p, (c_int, c_int, c_int, c_int, c_double)),
