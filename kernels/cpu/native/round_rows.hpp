@@ -13,7 +13,7 @@ typedef uint8_t Codes __attribute__((vector_size(kLanes)));
 
 // Values that are converted at a time: they stay in the first-level cache.
 enum { kRoundAtOnce = 512 };
-static_assert(kRoundAtOnce % 16 == 0 && kRoundAtOnce >= kMostHqqGroup, "whole vectors, and a group of HQQ");
+static_assert(kRoundAtOnce % 16 == 0 && (int)kRoundAtOnce >= (int)kMostHqqGroup, "whole vectors, and a group of HQQ");
 
 INLINE VF bits_kept(VF x, int32_t bits) { return (VF)((Ints)x & bits); }
 INLINE void store_code_bytes(uint8_t* to, Ints code) {
