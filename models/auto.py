@@ -68,17 +68,21 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def quantized_online(
-    checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint,
+    name: str | None,
+    overrides: Mapping[str, Any] | None = None,
+    threads: int = 1,
 ) -> Checkpoint:
-    """``checkpoint``, its weights packed by scheme ``name`` while they are pulled, as suits the
-    model that its config with ``overrides`` describes; unchanged for None.
+    """``checkpoint``, its weights packed by scheme ``name`` while they are pulled, with
+    ``threads``, as suits the model that its config with ``overrides`` describes; unchanged for
+    None.
 
     :raises UnsupportedError: as :func:`sdk.quant.online.online_quantized`, :func:`read_config`.
     """
     if name is None:
         return checkpoint
     encoder = not read_config({**checkpoint.config, **(overrides or {})}).causal
-    return online_quantized(checkpoint, name, encoder=encoder)
+    return online_quantized(checkpoint, name, encoder=encoder, threads=threads)
 
 
 def model_type(config: Mapping[str, Any]) -> str:

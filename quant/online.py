@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sdk.kernels.weights.layouts import Dense
 from sdk.quant.checkpoint import VISION_ROOT, Checkpoint, TensorEntry
 from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
-from sdk.quant.weight import PackedWeight, Weight, weight_of
+from sdk.quant.weight import Weight, weight_of
 
 if TYPE_CHECKING:
+    from sdk.kernels.cpu.rounding import RowRounder
     from sdk.quant.scheme import Scheme
 
 #: Names of the embedding in safetensors folders and in GGUF files.
@@ -51,6 +52,9 @@ LAST_GROUP = 64
 #: Rows of fewer weights stay in float: kernels pack blocks of 32, so nothing would get smaller
 #: (the coefficients of AltUp in Gemma 3n have 4 columns).
 FEWEST_COLUMNS = 32
+#: As many matrices as codes may be in memory that is used again: gate and up, and the ones of
+#: attention.
+_CODES_KEPT = 3
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -109,12 +113,13 @@ def stays_plain(name: str) -> bool:
 
 
 def online_quantized(
-    checkpoint: Checkpoint, name: str | None, *, encoder: bool = False
+    checkpoint: Checkpoint, name: str | None, *, encoder: bool = False, threads: int = 1
 ) -> Checkpoint:
     """``checkpoint``, its weights packed by scheme ``name`` as they are pulled; unchanged for None.
 
     ``encoder``: the model attends in both directions. ``"int8"`` then means scales for
     ``LAST_GROUP`` columns in the last projections of MLPs, where their width allows it.
+    ``threads`` read and round a matrix together.
 
     :raises UnsupportedError: the matrices are already packed.
     """
@@ -131,18 +136,29 @@ def online_quantized(
     last = None
     if encoder and name.lower() == "int8":
         last = replace(scheme, spec=replace(scheme.spec, group=LAST_GROUP))
-    return OnlineQuantizedCheckpoint(checkpoint, scheme, last)
+    return OnlineQuantizedCheckpoint(checkpoint, scheme, last, threads)
 
 
 class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
     """``inner`` with the float matrices of its blocks packed; packed ones stay as they are.
 
-    ``last``: the scheme of the last projections of MLPs, if another one.
+    ``last``: the scheme of the last projections of MLPs, if another one. ``threads`` round a
+    matrix.
     """
 
-    def __init__(self, inner: Checkpoint, scheme: Scheme, last: Scheme | None = None) -> None:
+    def __init__(
+        self, inner: Checkpoint, scheme: Scheme, last: Scheme | None = None, threads: int = 1
+    ) -> None:
         super().__init__(inner, self._packed)
-        self._scheme, self._last = scheme, last
+        self._scheme, self._last, self._threads = scheme, last, threads
+
+    @cached_property
+    def _rounder(self) -> RowRounder:
+        from sdk.kernels.cpu.rounding import RowRounder
+
+        held = (entry.held for entry in self.entries() if entry.packed and is_in_block(entry))
+        largest = max((each for each in held if each is not None), default=0)
+        return RowRounder(self._threads, kept=_CODES_KEPT * largest)
 
     def _scheme_of(self, name: str, columns: int) -> Scheme:
         """The scheme of a matrix of a block."""
@@ -151,20 +167,22 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
         return self._last
 
     def _packed(self, name: str, weight: Weight) -> Weight:
-        if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
-            return weight
         if stays_float(name) or name.startswith(VISION_ROOT):
             return weight
-        from sdk.quant.quantize import quantize_rows, quantize_without_data
+        from sdk.quant.quantize import quantize_pieces, quantize_rows
+        from sdk.quant.unread import float_pieces
 
+        pieces = float_pieces(weight)
+        if pieces is None:
+            return weight
         if _IN_BLOCK.search(name):
             columns = weight.shape[1]
             if columns < FEWEST_COLUMNS:
                 return weight
             scheme = self._scheme_of(name, columns)
-            return weight_of(quantize_without_data(name, weight.dequantize(), scheme))
+            return weight_of(quantize_pieces(name, pieces, scheme, self._rounder))
         if self._scheme.head is not None and is_embedding_or_head(name):
-            return weight_of(quantize_rows(name, weight, self._scheme.head))
+            return weight_of(quantize_rows(name, weight, self._scheme.head, rounder=self._rounder))
         return weight
 
     def entries(self) -> Sequence[TensorEntry]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from sdk.kernels.cpu.rounding import pieces_of
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.linear import gather_rows, slice_rows
-from sdk.kernels.weights.layouts import Layout, Pieces
+from sdk.kernels.weights.layouts import Dense, Layout, Pieces
 from sdk.kernels.weights.stored_rows import StoredRows
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec
@@ -36,10 +37,11 @@ class UnreadWeight(PackedWeight):
 
     @property
     def layout(self) -> Layout:
-        return self._pieces.whole() if self._bound is None else self._bound.layout()
+        return self.pieces.whole() if self._bound is None else self._bound.layout()
 
     @property
-    def _pieces(self) -> Pieces:
+    def pieces(self) -> Pieces:
+        """Its rows; only before it is bound."""
         assert self._unread is not None, "this weight is bound"
         return self._unread
 
@@ -51,14 +53,14 @@ class UnreadWeight(PackedWeight):
     def take_rows(self, start: int, count: int, step: int = 1) -> Weight:
         if step > 1:
             return weight_of(slice_rows(self.layout, start, start + count * step, step))
-        read = self._pieces.read
+        read = self.pieces.read
         shape = (count, self.shape[1])
-        part = replace(self._pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
+        part = replace(self.pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
         return UnreadWeight(part, self._spec)
 
     def reordered(self, order: Tensor) -> Weight:
         """Rows that change places are near each other, in one head: a piece reads a few more."""
-        unread = self._pieces
+        unread = self.pieces
 
         def read(start: int, count: int) -> Layout:
             rows = order[start : start + count]
@@ -73,7 +75,7 @@ class UnreadWeight(PackedWeight):
             return super().joined(others)
         if any(one.spec != self._spec for one in parts):
             return None  # known without reading them, as Q4_K_M's q, k and v in half of its layers
-        unread = [one._pieces for one in parts]
+        unread = [one.pieces for one in parts]
 
         def read(start: int, count: int) -> Layout:
             found = list(_rows(unread, start, count))
@@ -82,12 +84,22 @@ class UnreadWeight(PackedWeight):
             return whole
 
         shape = (sum(one.shape[0] for one in unread), self.shape[1])
-        return UnreadWeight(replace(self._pieces, shape=shape, read=read), self._spec)
+        return UnreadWeight(replace(self.pieces, shape=shape, read=read), self._spec)
 
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         if self._bound is None:
-            self._bound = ops.linear(self._pieces, activation_bits)
+            self._bound = ops.linear(self.pieces, activation_bits)
             self._unread = None  # it refers to the file
+
+
+def float_pieces(weight: Weight) -> Pieces | None:
+    """The rows of a weight of plain floats in their own type; ``None`` for any other."""
+    if not isinstance(weight, PackedWeight) or weight.spec.kind != "float":
+        return None
+    if isinstance(weight, UnreadWeight):
+        return weight.pieces
+    layout = weight.layout
+    return pieces_of(layout.values) if isinstance(layout, Dense) else None
 
 
 def _rows(parts: Sequence[Pieces], start: int, count: int) -> Iterator[Layout]:

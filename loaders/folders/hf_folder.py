@@ -25,6 +25,8 @@ from sdk.loaders.folders.safetensors_reader import (
     SafetensorsFiles,
     StoredTensor,
     alike,
+    bytes_at_once,
+    is_large,
     same_bytes,
     unread,
 )
@@ -50,6 +52,7 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
+from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 logger = logging.getLogger("sdk")
@@ -150,6 +153,8 @@ class HfFolder:
             return found.with_rows(rows)
         if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
             return found
+        if isinstance(found, UnreadWeight):  # rows of each head are taken by themselves
+            found = weight_of(found.layout)
         queries = name.endswith(".q_proj")
         heads = self.config["num_attention_heads" if queries else "num_key_value_heads"]
         if not isinstance(found, PackedWeight) or found.shape[0] % (2 * heads):
@@ -169,9 +174,10 @@ class HfFolder:
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
-        turned = self._rules.layers_transposed and name.startswith("model.layers.")
-        turned = turned or name in self._turned
-        if name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES:
+        turned = self._is_turned(name)
+        by_row = name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES
+        if by_row or (not turned and is_large(stored)):
+            self._check_stored(name, stored)
             self._report(stored)
             return unread(stored)
         values = self._read(name, stored, turned=turned)
@@ -217,7 +223,7 @@ class HfFolder:
 
     def entries(self) -> Sequence[TensorEntry]:
         entries = {
-            stored.name: TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
+            stored.name: self._entry(stored)
             for stored in self._opened().tensors.values()
             if stored.name != self._copied_head
         }
@@ -301,13 +307,25 @@ class HfFolder:
         tied = self.config.get("tie_word_embeddings")
         return body and not tied and not any(name.startswith("lm_head.") for name in self._tensors)
 
+    def _entry(self, stored: StoredTensor) -> TensorEntry:
+        entry = TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
+        ours = self._stored_names.get(stored.name, stored.name).removesuffix(".weight")
+        if not is_large(stored) or self._is_turned(ours):
+            return entry
+        return replace(entry, read=2 * bytes_at_once(stored))  # while packed, and the next ones
+
+    def _is_turned(self, name: str) -> bool:
+        """Whether the files have a matrix as ``[in, out]``."""
+        by_layer = self._rules.layers_transposed and name.startswith("model.layers.")
+        return by_layer or name in self._turned
+
     def _as_ours(self, entry: TensorEntry) -> TensorEntry:
         """The entry of a tensor whose name in the files does not say what it is, or whose matrix
         they store as ``[in, out]``."""
         ours = self._stored_names.get(entry.name)
         if ours is None:
             return entry
-        turned = self._rules.layers_transposed and ours.startswith("model.layers.")
+        turned = self._is_turned(ours.removesuffix(".weight"))
         turned = turned and len(entry.shape) == 2 and entry.format in _FLOATS
         return replace(entry, name=ours, shape=entry.shape[::-1] if turned else entry.shape)
 
@@ -423,6 +441,10 @@ class HfFolder:
         self, name: str, stored: StoredTensor, expert: int | None = None, *, turned: bool = False
     ) -> Tensor:
         """``turned``: the file has the matrix as ``[in, out]``."""
+        self._check_stored(name, stored, turned=turned)
+        return self._opened().tensor(stored.name, expert)
+
+    def _check_stored(self, name: str, stored: StoredTensor, *, turned: bool = False) -> None:
         expected = expected_shape(self.config, name.removesuffix(".weight"), stored.shape)
         if expected is not None and turned:
             expected = expected[::-1]
@@ -437,7 +459,6 @@ class HfFolder:
                 f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not "
                 f"supported for a plain tensor; save the model in {', '.join(_FLOATS)}"
             )
-        return self._opened().tensor(stored.name, expert)
 
     def _report(self, stored: StoredTensor) -> None:
         if stored.name in self._pulled:

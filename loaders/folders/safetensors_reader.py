@@ -16,11 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sdk.kernels.lazy_torch import Tensor, torch
+from sdk.kernels.system.blocks import MemoryBlocks
 from sdk.kernels.weights.layouts import PIECE_ROWS, Dense, Layout, Pieces
 from sdk.kernels.weights.stored_rows import StoredRows
 from sdk.loaders.folders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
-from sdk.loaders.model_file import ModelFile, ReadBlocks
+from sdk.loaders.model_file import ModelFile
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
@@ -89,7 +90,7 @@ class SafetensorsFiles:
     def __init__(self, files: Iterable[Path], read_header: ReadHeader | None = None) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
-        blocks = ReadBlocks()
+        blocks = MemoryBlocks()
         for path in files:
             tensors, metadata = (read_header or _read_header)(ModelFile(path, blocks))
             self.metadata |= metadata
@@ -134,6 +135,17 @@ class SafetensorsFiles:
             file.close()
 
 
+def is_large(stored: StoredTensor) -> bool:
+    """Whether a tensor is a matrix of plain floats that is worth reading in pieces."""
+    return stored.dtype in FLOAT_TYPES and len(stored.shape) == 2 and stored.nbytes > _PIECE
+
+
+def bytes_at_once(stored: StoredTensor) -> int:
+    """The bytes of a matrix that :func:`unread` reads at a time."""
+    width = max(stored.nbytes // stored.shape[0], 1)
+    return max(_PIECE // width // PIECE_ROWS, 1) * PIECE_ROWS * width
+
+
 def unread(stored: StoredTensor) -> UnreadWeight:
     """A matrix of plain floats that is read when it is bound, or never: its rows may stay there."""
     rows, columns = stored.shape
@@ -144,7 +156,7 @@ def unread(stored: StoredTensor) -> UnreadWeight:
         data = stored.file.read(stored.start + start * width, count * width)
         return Dense(torch.from_numpy(data).view(getattr(torch, kind)).reshape(count, columns))
 
-    step = max(_PIECE // width // PIECE_ROWS, 1) * PIECE_ROWS
+    step = bytes_at_once(stored) // width
     spec = QuantSpec.parse(stored.dtype.lower())
     where = StoredRows((rows, columns), kind, stored.file.descriptor, stored.start, width)
     return UnreadWeight(Pieces((rows, columns), read, step), spec, where)

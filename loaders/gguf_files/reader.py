@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.kernels.system.blocks import MemoryBlocks
 from sdk.kernels.weights.stored_rows import StoredRows
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_files.header import GgufHeader, GgufTensor
-from sdk.loaders.model_file import ModelFile, ReadBlocks
+from sdk.loaders.model_file import ModelFile
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
@@ -168,7 +169,7 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         CheckpointError: the file is damaged or contradicts itself, or a part is missing.
     """
-    blocks = ReadBlocks()
+    blocks = MemoryBlocks()
     first = _Shard(path, 0, blocks)
     count = first.split("count", MAX_SHARDS, default=1)
     number = first.split("no", MAX_SHARDS, default=0)
@@ -216,7 +217,7 @@ def _shard_paths(path: Path, number: int, count: int) -> list[Path]:
 class _Shard:
     """One file: its metadata and tensors."""
 
-    def __init__(self, path: Path, index: int, blocks: ReadBlocks) -> None:
+    def __init__(self, path: Path, index: int, blocks: MemoryBlocks) -> None:
         self.file = ModelFile(path, blocks)
         header = GgufHeader(self.file)
         self.big_endian = header.order == ">"

@@ -13,7 +13,7 @@ from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import pack_codes
 from sdk.kernels.weights.layouts import E2M1, Affine
 
-_MX_GROUP, _NV_GROUP = 32, 16
+MX_GROUP, NV_GROUP = 32, 16
 _LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0
 #: Midpoints between neighbouring magnitudes; ties go to the even code.
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -21,8 +21,10 @@ _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 def mxfp4(weight: Tensor) -> Affine:
     """``weight``, float32 ``[N, K]``, in MXFP4. K must be a multiple of 32."""
-    scale, codes = mxfp4_groups(weight.reshape(weight.shape[0], -1, _MX_GROUP))
-    return _layout(weight, codes, scale, _MX_GROUP, "mxfp4")
+    scale, codes = mxfp4_groups(weight.reshape(weight.shape[0], -1, MX_GROUP))
+    shape = (weight.shape[0], weight.shape[1])
+    packed = pack_codes(codes.reshape(shape), 4)
+    return Affine(shape, 4, MX_GROUP, packed, scale, table=torch.tensor(E2M1), name="mxfp4")
 
 
 def mxfp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,24 +38,33 @@ def mxfp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 def nvfp4(weight: Tensor) -> Affine:
     """``weight``, float32 ``[N, K]``, in NVFP4. K must be a multiple of 16."""
     rows, columns = weight.shape
-    groups = weight.reshape(rows, -1, _NV_GROUP)
+    groups = weight.reshape(rows, -1, NV_GROUP)
     largest = groups.abs().amax(2)
-    whole = float(largest.max())
-    factor = 1.0
-    if whole > 0:
-        wanted = torch.tensor(whole / (_LARGEST_SCALE * _LARGEST_CODE))
-        factor = float(2.0 ** wanted.log2().ceil().clamp(-126, 126))
+    factor = factor_of(float(largest.max()))
     scale = (largest / (_LARGEST_CODE * factor)).clamp_(max=_LARGEST_SCALE)
     scale = scale.to(torch.float8_e4m3fn)
     codes = _codes(groups, scale.to(torch.float32) * factor)
-    layout = _layout(weight, codes, scale, _NV_GROUP, "nvfp4")
+    return nested(pack_codes(codes.reshape(rows, columns), 4), scale, factor, columns)
+
+
+def factor_of(largest: float) -> float:
+    """What brings the scales of a matrix into the range of their type, by its largest magnitude."""
+    if not largest > 0:
+        return 1.0
+    wanted = torch.tensor(largest / (_LARGEST_SCALE * _LARGEST_CODE))
+    return float(2.0 ** wanted.log2().ceil().clamp(-126, 126))
+
+
+def nested(packed: Tensor, scale: Tensor, factor: float, columns: int) -> Affine:
+    """NVFP4 of packed codes and e4m3 scales ``[N, G]``."""
+    rows = packed.shape[0]
     return Affine(
-        layout.shape,
+        (rows, columns),
         4,
-        _NV_GROUP,
-        layout.codes,
+        NV_GROUP,
+        packed,
         scale,
-        table=layout.table,
+        table=torch.tensor(E2M1),
         super_scale=torch.full((rows, 1), factor),
         super_group=columns,
         name="nvfp4",
@@ -70,9 +81,3 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     tie = torch.bucketize(size, between, right=True) != low
     code = low + (tie & (low % 2 == 1))
     return (code + 8 * (scaled < 0)).to(torch.uint8)
-
-
-def _layout(weight: Tensor, codes: Tensor, scale: Tensor, group: int, name: str) -> Affine:
-    shape = (weight.shape[0], weight.shape[1])
-    packed = pack_codes(codes.reshape(shape), 4)
-    return Affine(shape, 4, group, packed, scale, table=torch.tensor(E2M1), name=name)

@@ -19,11 +19,7 @@ def to_float8(weight: Tensor, share: str) -> Float8:
 
     ``share`` is ``"tensor"``, ``"channel"`` or ``"block"``."""
     rows, columns = weight.shape
-    block = {
-        "tensor": (rows, columns),
-        "channel": (1, columns),
-        "block": (min(_BLOCK, rows), min(_BLOCK, columns)),
-    }[share]
+    block = block_of(share, (rows, columns))
     short = (-rows % block[0], -columns % block[1])
     padded = torch.nn.functional.pad(weight, (0, short[1], 0, short[0]))
     tiles = padded.reshape(-(-rows // block[0]), block[0], -(-columns // block[1]), block[1])
@@ -32,3 +28,13 @@ def to_float8(weight: Tensor, share: str) -> Float8:
     scaled = (tiles / scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
     values = scaled.reshape(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
     return Float8(values, scale, block)
+
+
+def block_of(share: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    rows, columns = shape
+    return {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "block": (min(_BLOCK, rows), min(_BLOCK, columns)),
+    }[share]

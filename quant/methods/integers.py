@@ -19,8 +19,10 @@ from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 
 #: The smallest scale stored as float16; there float16 still has 5 bits.
-_SMALLEST = 2.0**-20
-_LARGEST = 65504.0
+SMALLEST_SCALE = 2.0**-20
+LARGEST_SCALE = 65504.0
+#: If all scales of a matrix are below, they stay float32.
+LEAST_OF_HALVES = 16 * SMALLEST_SCALE
 
 #: Weights whose range is searched at a time, to bound memory.
 _CHUNK = 1 << 20
@@ -107,6 +109,7 @@ def _steps(low: Tensor, high: Tensor, spec: QuantSpec) -> Steps:
     else:
         span = high - low
         zero = torch.round(-low / torch.where(span > 0, span / top, 1.0)).clamp_(0, top)
+        zero += 0.0  # no negative zeros, which HQQ would store
     scale = stored_scale(torch.where(span > 0, span / top, 1.0))
     return Steps(scale.to(torch.float32), zero)
 
@@ -117,19 +120,20 @@ def stored_scale(scale: Tensor) -> Tensor:
     A scale too small to matter (its group is almost zero compared with others) is raised to the
     smallest one that keeps some bits.
     """
-    if bool((scale > _LARGEST).any()):
+    if bool((scale > LARGEST_SCALE).any()):
         return scale.to(torch.float32)
-    if float(scale.amax()) < 16 * _SMALLEST:  # a whole matrix of tiny values keeps its precision
+    if float(scale.amax()) < LEAST_OF_HALVES:  # a whole matrix of tiny values keeps its precision
         return scale.to(torch.float32)
-    return scale.clamp(min=_SMALLEST).to(torch.float16)
+    return scale.clamp(min=SMALLEST_SCALE).to(torch.float16)
 
 
 def as_affine(codes: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> Affine:
     """The layout of codes ``[N, columns]`` (any type) and the steps of their groups."""
-    return _as_affine(pack_codes(codes.to(torch.uint8), spec.bits), steps, spec, columns)
+    return packed_affine(pack_codes(codes.to(torch.uint8), spec.bits), steps, spec, columns)
 
 
-def _as_affine(packed: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> Affine:
+def packed_affine(packed: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> Affine:
+    """The layout of packed codes and the steps of their groups."""
     scale = stored_scale(steps.scale)
     middle = 2 ** (spec.bits - 1)
     same = bool((steps.zero == middle).all())
@@ -184,7 +188,7 @@ def round_rows(
         part = Steps(steps.scale[start:end], steps.zero[start:end])
         codes = part.codes(grouped(rows(start, end), group), spec.bits).to(torch.uint8)
         packed[start:end] = pack_codes(codes.reshape(end - start, -1)[:, :columns], spec.bits)
-    return _as_affine(packed, steps, spec, columns)
+    return packed_affine(packed, steps, spec, columns)
 
 
 def joined_steps(parts: Sequence[Steps]) -> Steps:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.api.config import EngineConfig
+from sdk.kernels.cpu import available
 from sdk.kernels.registry import facts_of
 from sdk.kernels.weights.layouts import BLOCK_TYPES
 from sdk.kernels.weights.stored_rows import STORED_COLUMNS
@@ -36,8 +37,11 @@ if TYPE_CHECKING:
 #: While loading, this many bytes of the file are in memory unpacked, or this many matrices if that
 #: is more: q, k and v, or gate and up, until they are packed together, and the next ones.
 _READ_BYTES, _READ_MATRICES = 8 * 2**20, 4
-#: Online quantization holds this many float32 copies of a matrix (or of some rows of the head).
+#: Without native kernels online quantization holds this many float32 copies of a matrix.
 _COPIES = 5
+#: With them, as many matrices as codes that are not in tiles: three that are kept
+#: (quant/online.py), and gate and up joined.
+_CODES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
@@ -234,21 +238,29 @@ def _loading_bytes(
     the largest, are packed first, when little else is in memory. The matrices of the blocks come on
     top of everything else.
     """
+    on_cpu = resolve.device_of(config) == "cpu"
+    rounds = config.quantization is not None and available("cpu") is None
+    in_pieces = on_cpu and rounds
     ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
     others = [entry for entry in entries if _held(entry) and not is_embedding_or_head(entry.name)]
-    largest = max((entry.nbytes for entry in others), default=0)
+    largest = max((_read_of(entry, in_pieces) for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
-    in_pieces = resolve.device_of(config) == "cpu" and config.quantization is None
-    early = sum(
-        _held(entry) + (entry.read if in_pieces and entry.read else entry.nbytes) for entry in ends
-    )
+    early = sum(_held(entry) + _read_of(entry, on_cpu) for entry in ends)
     late = sum(map(_held, entries)) + window
     if config.quantization is not None:
-        late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
+        if rounds:
+            late += _CODES * max(map(_held, others), default=0)
+        else:
+            late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
         if online_scheme(config.quantization).head is not None:  # its codes before they are tiled
             early += sum(map(_held, ends))
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     return early + engine, late + engine
+
+
+def _read_of(entry: TensorEntry, in_pieces: bool) -> int:
+    """Bytes of a tensor's part of the file that are in memory at a time."""
+    return entry.read if in_pieces and entry.read is not None else entry.nbytes
 
 
 def _bytes_by_layer(entries: Sequence[TensorEntry], model: ModelConfig) -> list[int]:

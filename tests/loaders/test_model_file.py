@@ -12,7 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sdk.loaders.model_file import ModelFile, ReadBlocks
+from sdk.kernels.system.blocks import MemoryBlocks
+from sdk.loaders.model_file import ModelFile
 from sdk.quant.errors import CheckpointError
 
 #: Large enough for a block that is used again.
@@ -127,7 +128,7 @@ def test_a_closed_file_has_given_back_its_descriptor_and_says_so(path: Path) -> 
 
 
 def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
-    blocks = ReadBlocks()
+    blocks = MemoryBlocks()
     views: list[Callable[[NDArray[np.uint8]], object]] = [
         lambda array: array,
         lambda array: array[3:9].reshape(2, 3),
@@ -150,7 +151,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
 
 
 def test_only_so_much_memory_is_kept_for_the_next_reads() -> None:
-    blocks = ReadBlocks()
+    blocks = MemoryBlocks()
     tracemalloc.start()
     try:
         for megabytes in range(1, 40):
@@ -164,7 +165,7 @@ def test_only_so_much_memory_is_kept_for_the_next_reads() -> None:
 
 
 def test_memory_that_later_reads_have_no_use_for_is_given_back() -> None:
-    blocks = ReadBlocks()
+    blocks = MemoryBlocks()
     tracemalloc.start()
     try:
         blocks.take(30 << 20)  # an embedding

@@ -102,7 +102,7 @@ def test_a_file_that_shrinks_between_two_pieces_is_an_error(
     path = save((GOLDEN / "gguf-Q8_0" / "model.gguf").read_bytes())
     weight = open_checkpoint(path).weight(EMBEDDING)
     assert isinstance(weight, UnreadWeight)
-    pieces = weight._pieces.pieces()
+    pieces = weight.pieces.pieces()
     next(pieces)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)

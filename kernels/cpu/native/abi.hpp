@@ -15,6 +15,7 @@
 #include "abi_elementwise.hpp"
 #include "abi_experts.hpp"
 #include "abi_ranks.hpp"
+#include "abi_rounding.hpp"
 #include "abi_sampling.hpp"
 #include "abi_states.hpp"
 #include "abi_weights.hpp"
@@ -110,4 +111,5 @@ struct KernelTable {
     void (*gated_norm)(const GatedNormArgs*, int64_t t_begin, int64_t t_end);
     void (*low_rank_down)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
     void (*low_rank_up)(const LowRankArgs*, int64_t item_begin, int64_t item_end, uint8_t* scratch);
+    void (*round_rows)(RoundArgs*);
 };

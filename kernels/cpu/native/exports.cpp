@@ -92,6 +92,15 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     return kOk;
 }
 
+// Rounds rows in the calling thread with the kernels of a level that runs on this CPU (-1: the best one); any
+// number of threads at a time.
+EXPORT int embedlm_round(int level, RoundArgs* args) {
+    const KernelTable* kernels = kernel_table(level < 0 ? best_level() : level);
+    if (!kernels) return kUnknownOp;
+    kernels->round_rows(args);
+    return kOk;
+}
+
 // Runs one operator over `rows` rows (kOpAttention and kOpPlaces: requests).
 EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     Runtime* runtime = static_cast<Runtime*>(handle);

@@ -7,6 +7,7 @@
 #include "recode.hpp"
 #include "recurrent.hpp"
 #include "rope.hpp"
+#include "round_rows.hpp"
 #include "sampling.hpp"
 
 extern "C" {
@@ -17,6 +18,6 @@ const KernelTable OF_LEVEL(kernels) = {
     LEVEL::activation, LEVEL::map, LEVEL::gate, LEVEL::rope, OF_LEVEL(attention),
     LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
     LEVEL::conv, LEVEL::delta, LEVEL::space, LEVEL::rates, LEVEL::gated_norm,
-    LEVEL::low_rank_down, LEVEL::low_rank_up,
+    LEVEL::low_rank_down, LEVEL::low_rank_up, LEVEL::round_rows,
 };
 }

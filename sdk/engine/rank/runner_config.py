@@ -141,7 +141,7 @@ class RunnerConfig:
             local_files_only=self.local_files_only,
             mmproj=self.mmproj if self.image_rows else False,
         )
-        return quantized_online(checkpoint, self.quantization, self.hf_overrides)
+        return quantized_online(checkpoint, self.quantization, self.hf_overrides, self.num_threads)
 
     def open_ops(self, mesh: Mesh) -> Ops:
         """The operators of a rank.
