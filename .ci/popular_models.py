@@ -328,6 +328,14 @@ FAMILIES = (
         "variations of Llama and Gemma", ("Qwen3",),
     ),
     Family(
+        "sentence-t5, GTR; encoders of Flan-T5, mT5, UMT5", ("t5encoder", "t5"),
+        ("t5", "mt5", "umt5"), "no positions, biases by distance", ("Qwen3-Embedding",),
+        kind="embed", part="the encoder alone; a whole T5 opens for vectors",
+    ),
+    Family(
+        "NeoBERT", ("neo-bert",), ("neobert",), "encoder", ("ModernBERT",), kind="embed",
+    ),
+    Family(
         "ERNIE 3, XLM-RoBERTa XL, RoFormer, data2vec", (),
         ("ernie", "xlm-roberta-xl", "roformer", "roberta-prelayernorm", "data2vec-text"),
         "encoders", ("Qwen3-Embedding",), kind="embed",

@@ -423,7 +423,9 @@ class Decoder:
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
         #: Of attention, by distance: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
-        self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
+        self.biases: Tensor | None = None
+        if c.buckets is not None and c.buckets.table is not None:
+            self.biases = distance_biases(source, c.buckets, c.buckets.table)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors

@@ -240,12 +240,7 @@ REFUSED = (
     RefusedModels(
         _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")
     ),
-    RefusedModels(
-        ENCODER,
-        gguf=("neo-bert", "t5encoder"),
-    ),
     RefusedModels(_DISENTANGLED, gguf=(), types=("deberta", "deberta-v2")),
-    RefusedModels(ENCODER_DECODER, gguf=("t5",)),
     RefusedModels(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
     RefusedModels(TOWER, gguf=("clip",)),
     RefusedModels(

@@ -14,6 +14,7 @@ from sdk.kernels.operators.head_norms import HeadNorms
 from sdk.kernels.operators.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules, OutputGate
+from sdk.models.distance_buckets import distance_biases
 from sdk.models.rank_norms import SubNorm, WidthNorms
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Attention:
 
     Without ``reduce`` a rank's result is its part of the sum over ranks. A layer that reads the
     keys and values of an earlier one has queries alone.
-    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``, ``biases`` of a layer with its own: see
+    :meth:`sdk.kernels.operators.ops.Ops.attention`.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Attention:
         self._pull_score_parts(source, path, rules, index)
 
     def _pull_score_parts(self, source: Source, path: str, rules: LayerRules, index: int) -> None:
-        """What scores get besides: sinks and linear biases of this rank's heads."""
+        """What scores get besides: sinks and biases of this rank's heads."""
         c, heads = source.config, source.heads_of(index)
         count = c.heads_of(index)
         self.sinks: Tensor | None = None
@@ -130,6 +132,9 @@ class Attention:
             slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
+        self.biases: Tensor | None = None
+        if c.buckets is not None and c.buckets.table is None:
+            self.biases = distance_biases(source, c.buckets, f"{path}.distance_biases")
 
     def _pull_norms(
         self, source: Source, path: str, rules: LayerRules, head: Tensor | None, *, plain: bool
@@ -197,7 +202,7 @@ class Attention:
             sinks=self.sinks,
             slopes=self.slopes,
             causal=self.causal,
-            biases=step.biases,
+            biases=step.biases if self.biases is None else self.biases,
             chunked=self.chunked and self.window is not None,
             ahead=batch.ahead if self.looks_ahead else None,
         )
