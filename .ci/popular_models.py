@@ -201,6 +201,10 @@ FAMILIES = (
         "router of its own", ("Qwen3", "Qwen3-30B-A3B"),
     ),
     Family(
+        "HunyuanOCR, Hunyuan-VL", ("hunyuan_vl",), ("hunyuan_vl",), "vision", ("Qwen3-VL",),
+        part="text only",
+    ),
+    Family(
         "Hunyuan, HY-MT, Hy3", ("hunyuan-dense", "hunyuan-moe", "hy_v3"),
         ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"), "norms after rotations", ("Qwen3",),
     ),
@@ -296,7 +300,11 @@ FAMILIES = (
         "PaddleOCR-VL", ("paddleocr",), ("paddleocr_vl_text",), "vision", ("Qwen3",),
         part="text only",
     ),
-    Family("GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",)),
+    Family(
+        "GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",),
+        part="GGUF files that `embedlm quantize` writes",
+    ),
+    Family("PLM", ("plm",), ("plm",), "latent attention", ("Qwen3",)),
     Family(
         "GPT-Neo, GPT, XGLM", (), ("gpt_neo", "openai-gpt", "xglm"), "older models", ("SmolLM2",)
     ),

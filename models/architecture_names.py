@@ -5,6 +5,7 @@ Written by .ci/model_docs.py from their descriptions.
 
 #: Of configs.
 MODEL_TYPES: dict[str, tuple[str, ...]] = {
+    "PLM": ("plm",),
     "afmoe": ("afmoe",),
     "apertus": ("apertus",),
     "arcee": ("arcee",),
@@ -75,6 +76,8 @@ MODEL_TYPES: dict[str, tuple[str, ...]] = {
     "helium": ("helium",),
     "hunyuan_v1_dense": ("hunyuan_v1_dense",),
     "hunyuan_v1_moe": ("hunyuan_v1_moe",),
+    "hunyuan_vl": ("hunyuan_vl_text",),
+    "hunyuan_vl_text": ("hunyuan_vl_text",),
     "hy_v3": ("hy_v3",),
     "hyperclovax": ("hyperclovax",),
     "internlm": ("internlm",),
@@ -140,6 +143,7 @@ MODEL_TYPES: dict[str, tuple[str, ...]] = {
     "plamo": ("plamo",),
     "plamo2": ("plamo2",),
     "plamo3": ("plamo3",),
+    "plm": ("plm",),
     "qwen": ("qwen",),
     "qwen2": ("qwen2",),
     "qwen2_5_vl": ("qwen2_vl_text",),
@@ -230,6 +234,7 @@ GGUF_NAMES: dict[str, tuple[str, ...]] = {
     "glm4moe": ("glm4_moe",),
     "gpt-oss": ("gpt_oss",),
     "gpt2": ("gpt2",),
+    "gptj": ("gptj",),
     "gptneox": ("gpt_neox",),
     "granite": ("granite",),
     "granite_swa": ("granite_swa",),
@@ -237,6 +242,7 @@ GGUF_NAMES: dict[str, tuple[str, ...]] = {
     "granitemoe": ("granitemoe", "granitemoeshared"),
     "hunyuan-dense": ("hunyuan_v1_dense",),
     "hunyuan-moe": ("hunyuan_v1_moe",),
+    "hunyuan_vl": ("hunyuan_vl_text",),
     "hy_v3": ("hy_v3",),
     "internlm2": ("llama",),
     "jais": ("jais",),
@@ -282,6 +288,7 @@ GGUF_NAMES: dict[str, tuple[str, ...]] = {
     "plamo": ("plamo",),
     "plamo2": ("plamo2",),
     "plamo3": ("plamo3",),
+    "plm": ("plm",),
     "qwen": ("qwen",),
     "qwen2": ("qwen2",),
     "qwen2moe": ("qwen2_moe",),

@@ -198,11 +198,7 @@ REFUSED = (
         gguf=(),
         types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm3"),
     ),
-    RefusedModels(
-        _LATENT,
-        gguf=("plm",),
-        types=("longcat_flash", "PLM"),
-    ),
+    RefusedModels(_LATENT, gguf=(), types=("longcat_flash",)),
     RefusedModels(
         _SPARSE,
         gguf=("dots3note", "hy_v4", "minimax-m3"),
@@ -234,7 +230,7 @@ REFUSED = (
     ),
     RefusedModels(
         _VARIATION,
-        gguf=("gptj", "hunyuan_vl", "maple"),
+        gguf=("maple",),
         types=("chatglm", "codeshell"),
     ),
     RefusedModels(
