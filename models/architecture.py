@@ -280,6 +280,7 @@ class LayerRules(NamedTuple):
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
     ``shifted_mlp``: the MLP reads the token before, too: see :class:`sdk.models.mlp.ShiftedMLP`.
+    ``route_early``: the router reads what enters the layer, before any norm.
     ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
     ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
@@ -313,6 +314,7 @@ class LayerRules(NamedTuple):
     unrotated_plain: bool = False
     route_inputs: bool = False
     value_residual: bool = False
+    route_early: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:

@@ -215,8 +215,8 @@ REFUSED = (
     ),
     RefusedModels(
         _EXPERTS,
-        gguf=("grovemoe", "smallthinker"),
-        types=("grove_moe", "smallthinker"),
+        gguf=("grovemoe",),
+        types=("grove_moe",),
     ),
     RefusedModels(_CHOSEN_HEADS, gguf=(), types=("jetmoe",)),
     RefusedModels(TEXT_AND_IMAGES, gguf=(), types=("git",)),

@@ -86,6 +86,8 @@ class ExpertMLP:
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
         #: The factor of each expert, where it has one.
         self.factors: Tensor | None = None
+        #: Whether the router reads what enters the layer, and not what experts read.
+        self.early = rules.route_early
         #: One, if the score of a token's expert multiplies what that reads.
         self.one: Tensor | None = None
         if rules.route_inputs:
@@ -121,13 +123,17 @@ class ExpertMLP:
     #: The router needs floats.
     rounding = None
 
-    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x."""
+    def __call__(
+        self, x: Rows, routed: Tensor | None = None, logits: Tensor | None = None
+    ) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x.
+        ``logits``: its result ``[T, experts]``, if it has run before."""
         assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        logits = self.router(x if routed is None else routed)
+        if logits is None:
+            logits = self.router(x if routed is None else routed)
         if self.latent is not None:
             x = self.latent[0](x)
         if share is not None and (tokens := share.routing.tokens) is not None:
@@ -167,7 +173,7 @@ class ExpertMLP:
     def reads_ahead(self) -> bool:
         """Whether :meth:`expect` has an effect: some experts are in a file."""
         grouped = self.up.weight.grouped
-        plain = self.latent is None and self.one is None and self.share is None
+        plain = self.latent is None and self.one is None and self.share is None and not self.early
         return plain and grouped is not None and grouped.reads_ahead
 
     def expect(self, x: Tensor) -> None:
