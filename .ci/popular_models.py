@@ -306,6 +306,11 @@ FAMILIES = (
     ),
     Family("PLM", ("plm",), ("plm",), "latent attention", ("Qwen3",)),
     Family(
+        "SmallThinker 4B-A0.6B, 21B-A3B", ("smallthinker",), ("smallthinker",),
+        "router before attention", ("Qwen3-30B-A3B",),
+    ),
+    Family("Maple", ("maple",), ("maple",), "clamped experts", ("Qwen3-30B-A3B",)),
+    Family(
         "GPT-Neo, GPT, XGLM", (), ("gpt_neo", "openai-gpt", "xglm"), "older models", ("SmolLM2",)
     ),
     Family(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from sdk.kernels.operators.route_rule import SOFTMAX, RouteRule
 from sdk.models.architecture_names import GGUF_NAMES, MODEL_TYPES
 from sdk.models.configs.dual_rules import DualRules
-from sdk.models.configs.head_rules import HeadRules
 from sdk.models.configs.score_biases import Alibi, DistanceBuckets
 from sdk.models.configs.sliding import SlidingRule, no_layer
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from sdk.kernels.operators.head_norms import QueryScale
     from sdk.kernels.operators.mlp_activations import Activation, GateKind
     from sdk.models.configs.fields import Fields
+    from sdk.models.configs.head_rules import HeadRules
     from sdk.models.configs.latent_spec import LatentSpec
     from sdk.models.configs.recurrent import RecurrentSpec
     from sdk.models.configs.stream_spec import StreamSpec
@@ -281,6 +281,7 @@ class LayerRules(NamedTuple):
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
     ``shifted_mlp``: the MLP reads the token before, too: see :class:`sdk.models.mlp.ShiftedMLP`.
     ``route_early``: the router reads what enters the layer, before any norm.
+    ``limits_first``: clamps of experts are of what enters the activation, from above.
     ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
     ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
@@ -315,6 +316,7 @@ class LayerRules(NamedTuple):
     route_inputs: bool = False
     value_residual: bool = False
     route_early: bool = False
+    limits_first: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:

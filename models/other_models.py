@@ -228,11 +228,7 @@ REFUSED = (
     RefusedModels(
         _IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")
     ),
-    RefusedModels(
-        _VARIATION,
-        gguf=("maple",),
-        types=("chatglm", "codeshell"),
-    ),
+    RefusedModels(_VARIATION, gguf=(), types=("chatglm", "codeshell")),
     RefusedModels(
         _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")
     ),

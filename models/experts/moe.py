@@ -15,6 +15,7 @@ split like any MLP; without tensor parallelism a rank computes them for its own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -106,7 +107,10 @@ class ExpertMLP:
         self.names = _GATE_UP if rules.gated else _UP
         #: The projection to the gate, where that is clamped: it is not in ``up`` then.
         self.gate: ExpertProjection | None = None
+        self.gate_limit = limit
         if limit is not None:
+            if rules.limits_first:  # of SiLU, which grows where it is positive
+                self.gate_limit = limit / (1 + math.exp(-limit))
             self.names = _UP
             self.gate = source.expert_columns(self.path, _GATE, experts, *cut)
         self.up = source.expert_columns(self.path, self.names, experts, *cut)
@@ -150,9 +154,9 @@ class ExpertMLP:
             x = self.ops.gate(x, routes.weights, "linear")
             ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
             routes = replace(routes, weights=ones)
-        if self.gate is not None and self.limit is not None:
+        if self.gate is not None and self.limit is not None and self.gate_limit is not None:
             turned = self.ops.activation(self.gate(x, routes), self.activation, routes.used)
-            turned = self.ops.clamp(turned, self.limit)
+            turned = self.ops.clamp(turned, self.gate_limit)
             hidden = self.ops.clamp(self.up(x, routes), self.limit)
             hidden = self.ops.gate(hidden, turned, "linear")
         elif len(self.names) == 2:

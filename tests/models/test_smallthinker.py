@@ -23,6 +23,7 @@ from sdk.quant.errors import CheckpointError
 from tests.gguf_models import F32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
+from tests.models.reference_decoders import attend, rotated
 from tests.models.reference_encoders import Maker, State
 
 Load = Callable[..., Any]
@@ -99,32 +100,15 @@ def state_of(config: Mapping[str, Any], seed: int = 0) -> State:
     return {name: values for name, values in make.state.items() if not name.endswith("norm.bias")}
 
 
-def _rotated(x: Tensor, theta: float) -> Tensor:
-    """``[T, heads, d]``; dimensions i and i + d / 2 turn together."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x)).float()[:, None, None]
-    angle = angle * theta ** (-torch.arange(half).float() / half)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
 def _attention(config: Mapping[str, Any], state: State, i: int, x: Tensor) -> Tensor:
     own, dim = f"model.layers.{i}.self_attn", config["head_dim"]
     q, k, v = (
         linear(x, state[f"{own}.{n}_proj.weight"]).unflatten(-1, (-1, dim)) for n in ("q", "k", "v")
     )
     if config["rope_layout"][i]:
-        q, k = _rotated(q, config["rope_theta"]), _rotated(k, config["rope_theta"])
-    q, k, v = (one.transpose(0, 1) for one in (q, k, v))
-    k, v = (one.repeat_interleave(len(q) // len(k), 0) for one in (k, v))
-    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
-    hidden = distance < 0
-    if config["sliding_window_layout"][i]:
-        hidden |= distance >= config["sliding_window_size"]
-    scores = (q @ k.transpose(1, 2) / dim**0.5).masked_fill(hidden, -torch.inf)
-    y = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-    return linear(y, state[f"{own}.o_proj.weight"])
+        q, k = rotated(q, config["rope_theta"]), rotated(k, config["rope_theta"])
+    window = config["sliding_window_size"] if config["sliding_window_layout"][i] else None
+    return linear(attend(q, k, v, window), state[f"{own}.o_proj.weight"])
 
 
 def _experts(config: Mapping[str, Any], state: State, i: int, x: Tensor, logits: Tensor) -> Tensor:
@@ -245,7 +229,7 @@ def test_a_gguf_file_has_the_logits_of_the_folder(name: str, tmp_path: Path, loa
 
 
 def test_the_router_reads_what_enters_the_layer(tmp_path: Path, load: Load) -> None:
-    """With one that reads what experts read the logits are others: the test above could not pass."""
+    """With one that reads what experts read the logits are others."""
     config = CONFIGS["4b"]
     state = state_of(config)
     model = load(open_checkpoint(folder_of(config, state, tmp_path)))
