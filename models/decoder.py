@@ -18,7 +18,6 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.operators.norm import Norm
 from sdk.kernels.operators.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
-from sdk.models.distance_buckets import distance_biases
 from sdk.models.experts.moe import ExpertMLP
 from sdk.models.mixers.attention import Attention, Step
 from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
@@ -196,8 +195,7 @@ class Layer:
     def queries(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        """The first part of a layer of an encoder, for some rows: their keys and values go into the
-        pages. Their queries and residual."""
+        """An encoder's first part, for some rows: keys and values go into pages; queries, residual."""
         x, residual = self._input(self._rounding, delta, residual, self.before_attention)
         return self._attention.cached(self._attention.qkv(x), step, pages)[0], residual
 
@@ -436,6 +434,8 @@ class Decoder:
         #: Of attention, by distance: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
         self.biases: Tensor | None = None
         if c.buckets is not None and c.buckets.table is not None:
+            from sdk.models.distance_buckets import distance_biases
+
             self.biases = distance_biases(source, c.buckets, c.buckets.table)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.

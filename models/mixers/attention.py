@@ -14,7 +14,6 @@ from sdk.kernels.operators.head_norms import HeadNorms
 from sdk.kernels.operators.norm import Norm
 from sdk.models.alibi import alibi_slopes
 from sdk.models.architecture import LayerRules, OutputGate
-from sdk.models.distance_buckets import distance_biases
 from sdk.models.rank_norms import SubNorm, WidthNorms
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ class Attention:
             self.slopes = torch.from_numpy(own).to(self.ops.device)
         self.biases: Tensor | None = None
         if c.buckets is not None and c.buckets.table is None:
+            from sdk.models.distance_buckets import distance_biases
+
             self.biases = distance_biases(source, c.buckets, f"{path}.distance_biases")
 
     def _pull_norms(
