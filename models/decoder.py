@@ -195,7 +195,7 @@ class Layer:
     def queries(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        """An encoder's first part, for some rows: keys and values go into pages; queries, residual."""
+        """Of an encoder, for some rows: keys and values go into pages; queries and residual."""
         x, residual = self._input(self._rounding, delta, residual, self.before_attention)
         return self._attention.cached(self._attention.qkv(x), step, pages)[0], residual
 
