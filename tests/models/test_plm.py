@@ -17,7 +17,7 @@ from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError
 from tests.gguf_models import U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, Ranks, expected_logits, prompt, tiny
-from tests.models.test_model_architectures import LATENT
+from tests.models.tiny_architectures import LATENT
 
 Load = Callable[..., Any]
 SIZES = {
