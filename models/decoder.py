@@ -19,7 +19,7 @@ from sdk.kernels.operators.norm import Norm
 from sdk.kernels.operators.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
 from sdk.models.experts.moe import ExpertMLP
-from sdk.models.mixers.attention import Attention, Step
+from sdk.models.mixers.attention import Attention, Step, biases_by_distance
 from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -432,11 +432,7 @@ class Decoder:
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
         #: Of attention, by distance: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
-        self.biases: Tensor | None = None
-        if c.buckets is not None and c.buckets.table is not None:
-            from sdk.models.distance_buckets import distance_biases
-
-            self.biases = distance_biases(source, c.buckets, c.buckets.table)
+        self.biases = biases_by_distance(source)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors

@@ -131,11 +131,7 @@ class Attention:
             slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
-        self.biases: Tensor | None = None
-        if c.buckets is not None and c.buckets.table is None:
-            from sdk.models.distance_buckets import distance_biases
-
-            self.biases = distance_biases(source, c.buckets, f"{path}.distance_biases")
+        self.biases = biases_by_distance(source, path)
 
     def _pull_norms(
         self, source: Source, path: str, rules: LayerRules, head: Tensor | None, *, plain: bool
@@ -229,6 +225,17 @@ class Attention:
         tokens, d = len(qkv), self.head_dim
         v = v.view(tokens, -1, self.value_dim)
         return q.view(tokens, -1, d), k.view(tokens, -1, d), v, gate
+
+
+def biases_by_distance(source: Source, path: str | None = None) -> Tensor | None:
+    """The biases of scores by buckets of distances that all layers have, or the layer ``path``;
+    ``None``: there are none."""
+    rule = source.config.buckets
+    if rule is None or (rule.table is None) != (path is not None):
+        return None
+    from sdk.models.distance_buckets import distance_biases  # few models have any
+
+    return distance_biases(source, rule, rule.table or f"{path}.distance_biases")
 
 
 def _gate_of(config: ModelConfig, rules: LayerRules) -> OutputGate | None:
