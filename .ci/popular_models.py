@@ -201,6 +201,10 @@ FAMILIES = (
         "router of its own", ("Qwen3", "Qwen3-30B-A3B"),
     ),
     Family(
+        "HunyuanOCR, Hunyuan-VL", ("hunyuan_vl",), ("hunyuan_vl",), "vision", ("Qwen3-VL",),
+        part="text only",
+    ),
+    Family(
         "Hunyuan, HY-MT, Hy3", ("hunyuan-dense", "hunyuan-moe", "hy_v3"),
         ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"), "norms after rotations", ("Qwen3",),
     ),
@@ -296,7 +300,16 @@ FAMILIES = (
         "PaddleOCR-VL", ("paddleocr",), ("paddleocr_vl_text",), "vision", ("Qwen3",),
         part="text only",
     ),
-    Family("GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",)),
+    Family(
+        "GPT-J", ("gptj",), ("gptj",), "older models", ("SmolLM2",),
+        part="GGUF files that `embedlm quantize` writes",
+    ),
+    Family("PLM", ("plm",), ("plm",), "latent attention", ("Qwen3",)),
+    Family(
+        "SmallThinker 4B-A0.6B, 21B-A3B", ("smallthinker",), ("smallthinker",),
+        "router before attention", ("Qwen3-30B-A3B",),
+    ),
+    Family("Maple", ("maple",), ("maple",), "clamped experts", ("Qwen3-30B-A3B",)),
     Family(
         "GPT-Neo, GPT, XGLM", (), ("gpt_neo", "openai-gpt", "xglm"), "older models", ("SmolLM2",)
     ),
@@ -326,6 +339,14 @@ FAMILIES = (
         "InternLM 3, Helium, CWM, IQuest Coder, VaultGemma, FlexOlmo", ("llama", "gemma2"),
         ("internlm3", "helium", "cwm", "iquestcoder", "vaultgemma", "flex_olmo"),
         "variations of Llama and Gemma", ("Qwen3",),
+    ),
+    Family(
+        "sentence-t5, GTR; encoders of Flan-T5, mT5, UMT5", ("t5encoder", "t5"),
+        ("t5", "mt5", "umt5"), "no positions, biases by distance", ("Qwen3-Embedding",),
+        kind="embed", part="the encoder alone; a whole T5 opens for vectors",
+    ),
+    Family(
+        "NeoBERT", ("neo-bert",), ("neobert",), "encoder", ("ModernBERT",), kind="embed",
     ),
     Family(
         "ERNIE 3, XLM-RoBERTa XL, RoFormer, data2vec", (),

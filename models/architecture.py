@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sdk.kernels.operators.head_norms import QueryScale
     from sdk.kernels.operators.mlp_activations import Activation, GateKind
     from sdk.models.configs.fields import Fields
+    from sdk.models.configs.head_rules import HeadRules
     from sdk.models.configs.latent_spec import LatentSpec
     from sdk.models.configs.recurrent import RecurrentSpec
     from sdk.models.configs.stream_spec import StreamSpec
@@ -115,7 +116,7 @@ class ConfigRules(NamedTuple):
     ``names``: keys that a config of this model spells differently, ours to the file's.
     ``derived(config)``: sets what follows from other keys, under our names; it may be called twice.
     ``alibi``: the linear biases of attention, if it has them.
-    ``buckets``: its biases by buckets of distances, ``model.distance_biases`` of all layers.
+    ``buckets``: its biases by buckets of distances, if it has them.
     ``gate_per_head``: whether the gate of attention's output has one number for each head;
     ``None``: ``LayerRules.output_gate`` says it.
     ``kinds``: the blocks of layers by their names in ``layer_types``, besides those that attend and
@@ -160,7 +161,7 @@ class ConfigRules(NamedTuple):
     shared_experts: int = 0
     one_norm: Callable[[Fields], bool] | None = None
     post_norm: Callable[[Fields], bool] | None = None
-    buckets: DistanceBuckets | None = None
+    buckets: Callable[[Fields], DistanceBuckets] | None = None
     gate_per_head: Callable[[Fields], bool] | None = None
     kinds: Mapping[str, Blocks] = NOTHING
     recurrent: Callable[[Fields], RecurrentSpec | None] | None = None
@@ -279,6 +280,8 @@ class LayerRules(NamedTuple):
     ``block_scales``: what a block adds is multiplied by a vector (LayerScale, Touvron et al. 2021,
     arXiv 2103.17239): ``attention_scale`` and ``mlp_scale``.
     ``shifted_mlp``: the MLP reads the token before, too: see :class:`sdk.models.mlp.ShiftedMLP`.
+    ``route_early``: the router reads what enters the layer, before any norm.
+    ``limits_first``: clamps of experts are of what enters the activation, from above.
     ``sub_norms``: the last projection of a block reads a norm (Sub-LN, arXiv 2210.06423),
     ``attn_sub_norm`` and ``ffn_sub_norm``; experts have none.
     """
@@ -312,6 +315,8 @@ class LayerRules(NamedTuple):
     unrotated_plain: bool = False
     route_inputs: bool = False
     value_residual: bool = False
+    route_early: bool = False
+    limits_first: bool = False
 
     def norms_of(self, parallel: bool, blocks: Blocks = PLAIN, *, post: bool = False) -> Norms:
         """The norms of a layer whose blocks are parallel, or come one after the other; ``post``:
@@ -394,27 +399,6 @@ class EmbeddingRules(NamedTuple):
     sines: bool = False
 
 
-class HeadRules(NamedTuple):
-    """The classification head of an encoder, by the names of its tensors.
-
-    ``dense``: names of the layer before the output; of a head over tokens only if ``on_tokens``.
-    ``out``: the output. ``activation`` and ``pooling`` may name a config key instead, after ``=``.
-    """
-
-    dense: tuple[str, ...]
-    out: tuple[str, ...] = ("classifier",)
-    activation: str = "Tanh"
-    norm: tuple[str, ...] = ()
-    pooling: str = "cls"
-    on_tokens: bool = False
-    #: llama.cpp's activation for the architecture, and the one of its files without token types.
-    gguf_activation: str = "Tanh"
-    gguf_untyped: str | None = None
-    #: What a config may say of the pooling, first what one without the key means. "bos" is "cls";
-    #: "late": the mean is that of the logits of each token.
-    poolings: tuple[str, ...] = ("cls", "mean")
-
-
 class GgufKeys(Protocol):
     """The metadata of a GGUF file: see :class:`sdk.loaders.gguf_files.metadata.Keys`."""
 
@@ -468,6 +452,9 @@ class GgufRules(NamedTuple):
     ``writes(config)``: whether a model with that config is written this way and not as
     ``Architecture.gguf``.
     ``only``: values without which a config is not written, because llama.cpp's code has no others.
+    ``layers``: what the names of a layer's tensors begin with, before its number.
+    ``rows_as_stored``: rows of joined projections are in the order of folders, which llama.cpp's
+    converter changes for other models.
     """
 
     name: str
@@ -484,6 +471,8 @@ class GgufRules(NamedTuple):
     ignored: tuple[str, ...] = ()
     writes: Callable[[Mapping[str, Any]], bool] | None = None
     only: Mapping[str, Any] = NOTHING
+    layers: str = "blk"
+    rows_as_stored: bool = False
 
 
 class NextTokenRules(NamedTuple):

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sdk.models.architecture import HeadRules, architecture
+from sdk.models.architecture import architecture
 from sdk.models.classifier import Classifier
 from sdk.models.configs.fields import Fields
+from sdk.models.configs.head_rules import HeadRules
 from sdk.quant.embedding_head import DenseStep, LayerNormStep, Step
 from sdk.quant.errors import CheckpointError, UnsupportedError
 

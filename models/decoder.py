@@ -18,9 +18,8 @@ from sdk.kernels.lazy_torch import torch
 from sdk.kernels.operators.norm import Norm
 from sdk.kernels.operators.states import LayerState
 from sdk.models.architecture import EmbeddingRules, LayerRules, architecture
-from sdk.models.distance_buckets import distance_biases
 from sdk.models.experts.moe import ExpertMLP
-from sdk.models.mixers.attention import Attention, Step
+from sdk.models.mixers.attention import Attention, Step, biases_by_distance
 from sdk.models.mlp import MLP, MLPBesideExperts, ShiftedMLP, has_experts, mlp_of
 from sdk.quant.errors import AlignmentError, CheckpointError
 
@@ -137,6 +136,8 @@ class Layer:
         self.mlp: MLP | ExpertMLP | MLPBesideExperts | ShiftedMLP | None = None
         if blocks.mlp:
             self.mlp = mlp_of(source, path, index, rules, reduce=each)
+        #: The experts whose router reads what enters the layer.
+        self.early = self.mlp if rules.route_early and isinstance(self.mlp, ExpertMLP) else None
         #: The embedding of each token for this layer, and the number that multiplies its result.
         self.input: LayerInput | None = None
         if c.layer_inputs:
@@ -174,12 +175,15 @@ class Layer:
             return self._run_post_norm(delta, step, caches, out), None
         if self.parallel:
             return self._run_parallel(delta, residual, step, caches)
+        logits = None
         if self.mixers:
             x, residual = self._input(self._rounding, delta, residual, self.before_attention)
+            if self.early is not None:  # what follows adds to the residual in place
+                logits = self.early.router(residual)
             x = self._mix(x, step, caches)
             # No name is left for what went into the norm: the plan does not count it.
             delta = x = self._output(x, self.after_attention, self.attention_scale)
-        delta, residual = self._feed_forward(delta, residual, step, caches)
+        delta, residual = self._feed_forward(delta, residual, step, caches, logits)
         if self.input is not None:
             residual = delta if residual is None else self.ops.add(residual, delta)
             delta = self.input(residual, step)
@@ -191,11 +195,9 @@ class Layer:
     def queries(
         self, delta: Tensor, residual: Tensor | None, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        """The first part of a layer of an encoder, for some rows: their keys and values go into the
-        pages. Their queries and residual."""
-        attention = self._attention
+        """Of an encoder, for some rows: keys and values go into pages; queries and residual."""
         x, residual = self._input(self._rounding, delta, residual, self.before_attention)
-        return attention.cached(attention.qkv(x), step, pages)[0], residual
+        return self._attention.cached(self._attention.qkv(x), step, pages)[0], residual
 
     def rest(
         self, q: Tensor, residual: Tensor, step: Step, pages: KVPages
@@ -215,7 +217,12 @@ class Layer:
         return found
 
     def _feed_forward(
-        self, delta: Tensor, residual: Tensor | None, step: Step, caches: Sequence[Memory]
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        step: Step,
+        caches: Sequence[Memory],
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.mlp is not None:
             x, residual = self._input(self.mlp.rounding, delta, residual, self.before_mlp)
@@ -227,6 +234,8 @@ class Layer:
                 [state] = caches
                 assert isinstance(state, LayerState)
                 x = self.mlp(x, step, state)
+            elif self.early is not None:
+                x = self.early(x, logits=logits)
             else:
                 x = self.mlp(x)
             delta = self._output(x, self.after_mlp, self.mlp_scale)
@@ -423,7 +432,7 @@ class Decoder:
         #: float32 ``[rows, features * hidden]``; ``None``: this rank sees no images.
         self.images: Tensor | None = None
         #: Of attention, by distance: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
-        self.biases = None if c.buckets is None else distance_biases(source, c.buckets)
+        self.biases = biases_by_distance(source)
         self._linears = source.linears
         #: The tensors of one dimension that it has pulled, by path.
         self.vectors = source.vectors

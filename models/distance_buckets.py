@@ -35,10 +35,10 @@ def bucket_of_distances(rule: DistanceBuckets) -> NDArray[np.int64]:
     return np.concatenate([own[:0:-1], own[:1], own[1:] + half])
 
 
-def distance_biases(source: Source, rule: DistanceBuckets) -> Tensor:
-    """Biases of a rank's heads by the distance of a key, float32 ``[heads, 2 * farthest + 1]``."""
+def distance_biases(source: Source, rule: DistanceBuckets, path: str) -> Tensor:
+    """Biases of a rank's heads by the distance of a key, float32 ``[heads, 2 * farthest + 1]``,
+    from the table ``path``."""
     heads = source.heads
-    path = "model.distance_biases.weight"
-    table = source.vector(path, rule.number, source.config.num_heads).cpu().numpy()
+    table = source.vector(f"{path}.weight", rule.number, source.config.num_heads).cpu().numpy()
     own = table[bucket_of_distances(rule), heads.start : heads.start + heads.count]
     return torch.from_numpy(np.ascontiguousarray(own.T)).to(source.ops.device)

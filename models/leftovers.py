@@ -37,6 +37,10 @@ _HARMLESS = (
     ),
     ("of a first layer, which has no values before", re.compile(r"^blk\.0\.time_mix_v[012]\.")),
     ("of an indexer, which chooses all tokens of a context so short", re.compile(r"\.indexer\.")),
+    (
+        "of T5's decoder, which does not run: the encoder makes vectors",
+        re.compile(r"^(?:decoder\.block|dec)\."),
+    ),
     ("of multi-token prediction", re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")),
     (
         "of quantized activations or caches",
@@ -50,8 +54,8 @@ _HARMLESS = (
 #: vectors needs none of it in a step, so it is not reported. dense_2 and dense_3 of a GGUF file
 #: and the projection of a dual encoder are applied to pooled vectors.
 _OF_A_TASK = re.compile(
-    r"^(?:\w+\.)?(?:lm_head|cls|pooler|classifier|score|head|decoder|output|output_bias|qa_outputs"
-    r"|dense_[23]|vocab_\w+|discriminator_predictions|generator_\w+|text_projection"
+    r"^(?:\w+\.)?(?:lm_head|cls|pooler|classifier|score|head|decoder(?!\.block)|output|output_bias"
+    r"|qa_outputs|dense_[23]|vocab_\w+|discriminator_predictions|generator_\w+|text_projection"
     r"|visual_projection)\.|(?:^|\.)position_ids$|^logit_(?:scale|bias)$"
 )
 #: Names in one message.

@@ -198,11 +198,7 @@ REFUSED = (
         gguf=(),
         types=("inkling_text", "inkling2_text", "inkling2_loop_text", "lfm3"),
     ),
-    RefusedModels(
-        _LATENT,
-        gguf=("plm",),
-        types=("longcat_flash", "PLM"),
-    ),
+    RefusedModels(_LATENT, gguf=(), types=("longcat_flash",)),
     RefusedModels(
         _SPARSE,
         gguf=("dots3note", "hy_v4", "minimax-m3"),
@@ -219,8 +215,8 @@ REFUSED = (
     ),
     RefusedModels(
         _EXPERTS,
-        gguf=("grovemoe", "smallthinker"),
-        types=("grove_moe", "smallthinker"),
+        gguf=("grovemoe",),
+        types=("grove_moe",),
     ),
     RefusedModels(_CHOSEN_HEADS, gguf=(), types=("jetmoe",)),
     RefusedModels(TEXT_AND_IMAGES, gguf=(), types=("git",)),
@@ -232,20 +228,11 @@ REFUSED = (
     RefusedModels(
         _IMAGE_TOKENS, gguf=("chameleon", "cogvlm"), types=("chameleon", "cogvlm", "emu3")
     ),
-    RefusedModels(
-        _VARIATION,
-        gguf=("gptj", "hunyuan_vl", "maple"),
-        types=("chatglm", "codeshell"),
-    ),
+    RefusedModels(_VARIATION, gguf=(), types=("chatglm", "codeshell")),
     RefusedModels(
         _DIFFUSION, gguf=("dream", "llada", "llada-moe", "rnd1"), types=("Dream", "llada")
     ),
-    RefusedModels(
-        ENCODER,
-        gguf=("neo-bert", "t5encoder"),
-    ),
     RefusedModels(_DISENTANGLED, gguf=(), types=("deberta", "deberta-v2")),
-    RefusedModels(ENCODER_DECODER, gguf=("t5",)),
     RefusedModels(SPEECH, gguf=("pockettts", "qwen3tts", "wavtokenizer-dec", "whisper")),
     RefusedModels(TOWER, gguf=("clip",)),
     RefusedModels(

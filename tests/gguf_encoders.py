@@ -218,3 +218,105 @@ _GPT2 = {
     "max_position_embeddings": "n_positions",
     "layer_norm_eps": "layer_norm_epsilon",
 }
+
+
+_T5 = {
+    "layer.0.SelfAttention.q": "attn_q",
+    "layer.0.SelfAttention.k": "attn_k",
+    "layer.0.SelfAttention.v": "attn_v",
+    "layer.0.SelfAttention.o": "attn_o",
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+    "layer.0.layer_norm": "attn_norm",
+    "layer.1.DenseReluDense.wi": "ffn_up",
+    "layer.1.DenseReluDense.wi_0": "ffn_gate",
+    "layer.1.DenseReluDense.wi_1": "ffn_up",
+    "layer.1.DenseReluDense.wo": "ffn_down",
+    "layer.1.layer_norm": "ffn_norm",
+}
+_T5_DECODER = {
+    **{name: own for name, own in _T5.items() if name.startswith("layer.0")},
+    **{name.replace("layer.1", "layer.2"): own for name, own in _T5.items() if "layer.1" in name},
+    **{f"layer.1.EncDecAttention.{part}": f"cross_attn_{part}" for part in "qkvo"},
+    "layer.1.layer_norm": "cross_attn_norm",
+}
+
+
+def gguf_of_t5(model: Any) -> GgufBytes:
+    """The file of an encoder of T5 or UMT5, or of a whole one."""
+    c = model.config
+    whole_model = hasattr(model, "decoder")
+    arch = "t5" if whole_model else "t5encoder"
+    facts: dict[str, tuple[int, Any]] = {
+        "context_length": (U32, 512),
+        "embedding_length": (U32, c.d_model),
+        "feed_forward_length": (U32, c.d_ff),
+        "block_count": (U32, c.num_layers),
+        "attention.head_count": (U32, c.num_heads),
+        "attention.key_length": (U32, c.d_kv),
+        "attention.value_length": (U32, c.d_kv),
+        "attention.layer_norm_epsilon": (F32, c.layer_norm_epsilon),
+        "attention.relative_buckets_count": (U32, c.relative_attention_num_buckets),
+        "attention.layer_norm_rms_epsilon": (F32, c.layer_norm_epsilon),
+    }
+    if whole_model:
+        facts["decoder_block_count"] = (U32, c.num_decoder_layers)
+        facts["decoder_start_token_id"] = (U32, 1)
+    file = GgufBytes({"general.architecture": (STRING, arch)})
+    for key, value in facts.items():
+        file.metadata[f"{arch}.{key}"] = value
+    whole = {
+        "shared": "token_embd",
+        "encoder.final_layer_norm": "enc.output_norm",
+        "decoder.final_layer_norm": "dec.output_norm",
+    }
+    for name, values in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        layer = re.fullmatch(r"(enc|dec)oder\.block\.(\d+)\.(.+)", stem)
+        place = whole.get(stem)
+        if layer is not None:
+            own = _T5_DECODER if layer[1] == "dec" else _T5
+            place = f"{layer[1]}.blk.{layer[2]}.{own[layer[3]]}"
+        if place is not None:  # else the embedding once more
+            data = np.ascontiguousarray(values.float().numpy(), "<f4")
+            file.tensors[f"{place}.weight"] = (data.shape[::-1], 0, data.tobytes())
+    return file
+
+
+_NEOBERT = {
+    "qkv": "attn_qkv",
+    "wo": "attn_output",
+    "ffn.w12": "ffn_up",
+    "ffn.w3": "ffn_down",
+    "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+}
+
+
+def gguf_of_neobert(config: dict[str, Any], state: dict[str, Any]) -> GgufBytes:
+    """The file of a NeoBERT of tests/models/reference_encoders.py: rows of q, k and v by head, as
+    the converter leaves them."""
+    width = state["model.transformer_encoder.0.ffn.w3.weight"].shape[1]
+    facts: dict[str, tuple[int, Any]] = {
+        "block_count": (U32, config["num_hidden_layers"]),
+        "context_length": (U32, config["max_length"]),
+        "embedding_length": (U32, config["hidden_size"]),
+        "feed_forward_length": (U32, width),
+        "attention.head_count": (U32, config["num_attention_heads"]),
+        "attention.layer_norm_rms_epsilon": (F32, config["norm_eps"]),
+        "attention.causal": (BOOL, False),
+        "rope.freq_base": (F32, 10000.0),
+        "rope.scaling.type": (STRING, "none"),
+        "pooling_type": (U32, 2),
+    }
+    file = GgufBytes({"general.architecture": (STRING, "neo-bert")})
+    for key, value in facts.items():
+        file.metadata[f"neo-bert.{key}"] = value
+    whole = {"model.encoder": "token_embd", "model.layer_norm": "enc.output_norm"}
+    for name, values in state.items():
+        stem = name.removesuffix(".weight")
+        layer = re.fullmatch(r"model\.transformer_encoder\.(\d+)\.(.+)", stem)
+        place = whole.get(stem) if layer is None else f"blk.{layer[1]}.{_NEOBERT[layer[2]]}"
+        if place is not None:
+            data = np.ascontiguousarray(values.numpy(), "<f4")
+            file.tensors[f"{place}.weight"] = (data.shape[::-1], 0, data.tobytes())
+    return file

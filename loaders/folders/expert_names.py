@@ -23,8 +23,10 @@ from sdk.kernels.lazy_torch import Tensor
 from sdk.models.architecture import architecture
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+#: Of an expert, theirs to ours: Mixtral's and SmallThinker's.
+_PARTS = {**_MIXTRAL, "gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 _BLOCK = re.compile(r"(.+?\.)(mlp|block_sparse_moe|shared_mlp)\.(.+)")
-_FIRST_PART = re.compile(r"(experts\.\d+\.)(w[123])\b(.*)")
+_FIRST_PART = re.compile(r"(experts\.\d+\.)(w[123]|gate|down|up)\b(.*)")
 _OURS = re.compile(r"(.+\.)mlp\.(?:(experts\.\d+\.)(gate|up|down)_proj|(gate))\b(.*)")
 _ONE = re.compile(r"(.+\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
 _BIAS = "gate.e_score_correction_bias"
@@ -50,6 +52,7 @@ _BEGINNINGS = {
     "router.layer.": "gate.",  # GraniteMoE's
     "router.gate.": "gate.",  # AFMoE's and Hy3's
     "gate.wg.": "gate.",  # Hunyuan's
+    "primary_router.": "gate.",  # SmallThinker's
 }
 
 
@@ -70,7 +73,7 @@ def spelled_as_ours(name: str) -> str:
         part = f"gate.{part.removeprefix('router.')}"
     first = _FIRST_PART.fullmatch(part)
     if first is not None:
-        part = f"{first[1]}{_MIXTRAL[first[2]]}{first[3]}"
+        part = f"{first[1]}{_PARTS[first[2]]}{first[3]}"
     return f"{path}mlp.{part}"
 
 

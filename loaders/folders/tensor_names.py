@@ -25,7 +25,7 @@ class TensorNames:
         numbered = "|".join({re.escape(one.partition(".")[2]) for one in layers})
         self._layer = re.compile(rf"(?:{numbered})\.(\d{{1,4}})\.(.+)")
         whole = ("model.", "lm_head")
-        self._paths = {ours: x[0] for ours, x in every.items() if ours.startswith(whole)}
+        self._paths = {ours: x for ours, x in every.items() if ours.startswith(whole)}
         self._parts = {ours: x for ours, x in every.items() if ours not in self._paths}
 
     def ours(self, name: str) -> str:
@@ -33,7 +33,8 @@ class TensorNames:
         that is not in the rules stays."""
         body = next((one for one in self._bodies if name.startswith(one)), "")
         inside = name.removeprefix(body)
-        for ours, theirs in self._paths.items():
+        whole = ((ours, theirs) for ours, each in self._paths.items() for theirs in each)
+        for ours, theirs in whole:
             if (rest := _rest(inside, theirs.removeprefix(self._body))) is not None:
                 return ours + rest
         found = self._layer.fullmatch(inside)
@@ -50,9 +51,9 @@ class TensorNames:
     def theirs(self, name: str) -> str:
         """The file's name of a tensor or module of a whole model that we call ``name``; of
         several spellings the first."""
-        for ours, theirs in self._paths.items():
+        for ours, each in self._paths.items():
             if (rest := _rest(name, ours)) is not None:
-                return theirs + rest
+                return each[0] + rest
         prefix, _, own = name.partition(f"{_LAYERS}.")
         if prefix or not own:
             return name

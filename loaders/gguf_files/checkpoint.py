@@ -49,7 +49,7 @@ from sdk.loaders.model_shapes import (
     mixer_shape,
     num_experts,
 )
-from sdk.loaders.qkv_rows import delta_rows
+from sdk.loaders.qkv_rows import delta_rows, stored_rows
 from sdk.quant.checkpoint import VISION_ROOT, TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.online import LAYER_TABLES
@@ -147,7 +147,8 @@ class GgufCheckpoint:
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         factor = self._factor_beside(stored, expert)
-        rows = delta_rows(self.config, name)
+        own_order = stored_rows if self.rules.rows_as_stored else delta_rows
+        rows = own_order(self.config, name)
         whole = expert is not None or factor is not None or rows is not None
         by_row = name.endswith(LAYER_TABLES)
         if not whole and (_is_large(stored) or (by_row and _keeps_rows(stored))):

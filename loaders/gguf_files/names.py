@@ -121,7 +121,7 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
         return rules.tensors.get(stem, _TOP[stem]) + suffix
     whole = LAYER_OF.fullmatch(name)
     if whole is not None and stem != name and whole[2] in rules.tensors:
-        return f"blk.{int(whole[1])}.{rules.tensors[whole[2]]}"
+        return f"{rules.layers}.{int(whole[1])}.{rules.tensors[whole[2]]}"
     match = LAYER_OF.fullmatch(stem)
     if match is None:
         return None
@@ -130,4 +130,4 @@ def gguf_name(rules: GgufRules, name: str) -> str | None:
         return None
     # some have their whole names there: biases of a router's choice and of time steps, factors
     ending = "" if part.endswith(_WHOLE) or stem.endswith(_WITHOUT_ENDING) else suffix
-    return f"blk.{int(match[1])}.{part}{ending}"
+    return f"{rules.layers}.{int(match[1])}.{part}{ending}"

@@ -16,12 +16,12 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
-    HeadRules,
     LayerRules,
     Norms,
     TensorRules,
 )
 from sdk.models.configs.derived import every_head_has_keys
+from sdk.models.configs.head_rules import HeadRules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

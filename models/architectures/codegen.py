@@ -25,6 +25,7 @@ def _derived(config: dict[str, Any]) -> None:
 
 ARCHITECTURE = GPTJ._replace(
     model_type="codegen",
+    gguf=None,
     config=GPTJ.config._replace(derived=_derived),
     tensors=TensorRules(
         names={**GPTJ.tensors.names, "self_attn.qkv_proj": "attn.qkv_proj"}, qkv_by_rank=_RANKS

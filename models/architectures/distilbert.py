@@ -5,14 +5,9 @@ Sanh et al., "DistilBERT" (2019), arXiv 1910.01108; transformers' modeling_disti
 
 from __future__ import annotations
 
-from sdk.models.architecture import (
-    Architecture,
-    ConfigRules,
-    EmbeddingRules,
-    HeadRules,
-    TensorRules,
-)
+from sdk.models.architecture import Architecture, ConfigRules, EmbeddingRules, TensorRules
 from sdk.models.architectures import bert
+from sdk.models.configs.head_rules import HeadRules
 
 ARCHITECTURE = Architecture(
     "distilbert",

@@ -5,7 +5,8 @@ Boizard et al., "EuroBERT" (2025), arXiv 2503.05500; transformers' modeling_euro
 
 from __future__ import annotations
 
-from sdk.models.architecture import Architecture, ConfigRules, GgufRules, HeadRules
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
+from sdk.models.configs.head_rules import HeadRules
 
 ARCHITECTURE = Architecture(
     "eurobert",

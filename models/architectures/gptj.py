@@ -1,23 +1,29 @@
 """GPT-J: attention and MLP read one norm; the first dimensions of a head turn in adjacent pairs.
 
-Wang and Komatsuzaki, "GPT-J-6B" (2021); transformers' modeling_gptj.py. llama.cpp does not run it.
+Wang and Komatsuzaki, "GPT-J-6B" (2021); transformers' modeling_gptj.py. llama.cpp has the name and
+those of tensors, but neither a converter nor layers: GGUF files are those that are written here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.models.architecture import (
     LAYER_NORM,
     Architecture,
     Biases,
     ConfigRules,
+    GgufKeys,
+    GgufRules,
     LayerRules,
     TensorRules,
     always,
 )
 from sdk.models.architectures.gpt2 import KEYS
 from sdk.models.configs.derived import every_head_has_keys, four_times_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def _derived(config: dict[str, Any]) -> None:
@@ -28,6 +34,15 @@ def _derived(config: dict[str, Any]) -> None:
     )
     if isinstance(hidden, int) and isinstance(heads, int) and heads and isinstance(turns, int):
         config["partial_rotary_factor"] = turns / (hidden // heads)
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["hidden_act"] = "gelu_new"
+    config["rotary_dim"] = keys.integer("rope.dimension_count", (2, 4096))
+
+
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    return {"rope.dimension_count": int(config["rotary_dim"])}
 
 
 ARCHITECTURE = Architecture(
@@ -46,6 +61,12 @@ ARCHITECTURE = Architecture(
         names=KEYS,
         derived=_derived,
         parallel_blocks=always,
+    ),
+    gguf=GgufRules(
+        "gptj",
+        read=_read_gguf,
+        write=_write_gguf,
+        only={"hidden_act": "gelu_new", "tie_word_embeddings": False},
     ),
     tensors=TensorRules(
         names={

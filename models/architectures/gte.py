@@ -15,12 +15,12 @@ from sdk.models.architecture import (
     Biases,
     ConfigRules,
     EmbeddingRules,
-    HeadRules,
     LayerRules,
     TensorRules,
 )
 from sdk.models.architectures.bert import IGNORED, NORMS
 from sdk.models.configs.derived import every_head_has_keys
+from sdk.models.configs.head_rules import HeadRules
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from sdk.models.configs.fields import Fields
 
 
 def ntk_alpha(parameters: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
-    """``dynamic`` with an ``alpha`` is a plain rotation with another base, also of Hunyuan MoE."""
+    """``dynamic`` with an ``alpha`` is a plain rotation with another base, also of Hunyuan MoE;
+    ``xdrope`` is the same with the positions of images."""
     kind = parameters.get("rope_type") or parameters.get("type")
-    if kind != "dynamic" or not parameters.get("alpha"):
+    if kind not in ("dynamic", "xdrope") or not parameters.get("alpha"):
         return parameters
     given = Fields(parameters, "config: rope")
     stretch = given.positive("alpha") ** (head_dim / max(head_dim - 2, 1))

@@ -16,12 +16,12 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
-    HeadRules,
     LayerRules,
     TensorRules,
 )
 from sdk.models.architectures import bert
 from sdk.models.configs.fields import activation_named
+from sdk.models.configs.head_rules import HeadRules
 from sdk.models.configs.score_biases import Alibi
 from sdk.quant.errors import UnsupportedError
 

@@ -15,13 +15,13 @@ from sdk.models.architecture import (
     EmbeddingRules,
     GgufKeys,
     GgufRules,
-    HeadRules,
     LayerRules,
     NormKind,
     Norms,
     TensorRules,
 )
 from sdk.models.configs.derived import every_head_has_keys
+from sdk.models.configs.head_rules import HeadRules
 from sdk.quant.errors import UnsupportedError
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"

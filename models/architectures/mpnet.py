@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
         stated=("hidden_act",),
         fixed={"relative_attention_num_buckets": 32},  # the code has no other number
         derived=_derived,
-        buckets=DistanceBuckets(32, 128),
+        buckets=lambda fields: DistanceBuckets(32, 128),
     ),
     tensors=TensorRules(
         names={

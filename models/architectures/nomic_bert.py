@@ -14,12 +14,12 @@ from sdk.models.architecture import (
     ConfigRules,
     EmbeddingRules,
     GgufRules,
-    HeadRules,
     LayerRules,
     TensorRules,
 )
 from sdk.models.architectures.bert import GGUF_TENSORS, IGNORED, NORMS
 from sdk.models.configs.derived import every_head_has_keys
+from sdk.models.configs.head_rules import HeadRules
 from sdk.quant.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdk.models.architecture import Architecture, EmbeddingRules, HeadRules, TensorRules
+from sdk.models.architecture import Architecture, EmbeddingRules, TensorRules
 from sdk.models.architectures import bert
+from sdk.models.configs.head_rules import HeadRules
 from sdk.quant.errors import UnsupportedError
 
 

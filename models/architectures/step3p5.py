@@ -108,7 +108,7 @@ def _caches(fields: Fields, windows: Sequence[int | None]) -> LayerCaches:
     ]
 
 
-def _limits(key: str, fields: Fields, layers: int) -> list[float | None]:
+def limits(key: str, fields: Fields, layers: int) -> list[float | None]:
     """The clamp of both factors of an MLP in each layer; 0 or null is none."""
     found = fields.values.get(key)
     if found is None:
@@ -190,7 +190,7 @@ ARCHITECTURE = Architecture(
         },
         derived=_derived,
         caches=_caches,
-        limits=_limits,
+        limits=limits,
         expert_width="moe_intermediate_size",
     ),
     tensors=TensorRules(

@@ -408,7 +408,7 @@ def _of_blocks(fields: Fields, rules: ConfigRules) -> dict[str, Any]:
         "parallel_blocks": bool(rules.parallel_blocks and rules.parallel_blocks(fields)),
         "qk_norm": (rules.qk_norm or _qk_norm)(fields),
         "one_norm": bool(rules.one_norm and rules.one_norm(fields)),
-        "buckets": rules.buckets,
+        "buckets": None if rules.buckets is None else rules.buckets(fields),
         "gate_per_head": None if gate is None else gate(fields),
     }
 

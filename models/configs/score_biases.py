@@ -19,7 +19,11 @@ class Alibi(NamedTuple):
 
 class DistanceBuckets(NamedTuple):
     """Biases of attention scores by the distance of a key, in ``number`` buckets (T5): every head
-    has one for each. Keys more than ``farthest`` away are in the last one of their side."""
+    has one for each. Keys more than ``farthest`` away are in the last one of their side.
+
+    ``table``: the table of all layers; ``None``: every layer has ``self_attn.distance_biases``.
+    """
 
     number: int
     farthest: int
+    table: str | None = "model.distance_biases"

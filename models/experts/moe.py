@@ -15,6 +15,7 @@ split like any MLP; without tensor parallelism a rank computes them for its own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,6 +87,8 @@ class ExpertMLP:
         self.bias = _route_bias(source, router, self.spec.count) if rules.route_bias else None
         #: The factor of each expert, where it has one.
         self.factors: Tensor | None = None
+        #: Whether the router reads what enters the layer, and not what experts read.
+        self.early = rules.route_early
         #: One, if the score of a token's expert multiplies what that reads.
         self.one: Tensor | None = None
         if rules.route_inputs:
@@ -104,7 +107,10 @@ class ExpertMLP:
         self.names = _GATE_UP if rules.gated else _UP
         #: The projection to the gate, where that is clamped: it is not in ``up`` then.
         self.gate: ExpertProjection | None = None
+        self.gate_limit = limit
         if limit is not None:
+            if rules.limits_first:  # of SiLU, which grows where it is positive
+                self.gate_limit = limit / (1 + math.exp(-limit))
             self.names = _UP
             self.gate = source.expert_columns(self.path, _GATE, experts, *cut)
         self.up = source.expert_columns(self.path, self.names, experts, *cut)
@@ -121,13 +127,17 @@ class ExpertMLP:
     #: The router needs floats.
     rounding = None
 
-    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x."""
+    def __call__(
+        self, x: Rows, routed: Tensor | None = None, logits: Tensor | None = None
+    ) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, float32. ``routed``: what the router reads, if not x.
+        ``logits``: its result ``[T, experts]``, if it has run before."""
         assert not isinstance(x, tuple)
         spec, share = self.spec, self.share
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        logits = self.router(x if routed is None else routed)
+        if logits is None:
+            logits = self.router(x if routed is None else routed)
         if self.latent is not None:
             x = self.latent[0](x)
         if share is not None and (tokens := share.routing.tokens) is not None:
@@ -144,9 +154,9 @@ class ExpertMLP:
             x = self.ops.gate(x, routes.weights, "linear")
             ones = self.ops.add_bias(self.ops.zeros(*routes.weights.shape), self.one)
             routes = replace(routes, weights=ones)
-        if self.gate is not None and self.limit is not None:
+        if self.gate is not None and self.limit is not None and self.gate_limit is not None:
             turned = self.ops.activation(self.gate(x, routes), self.activation, routes.used)
-            turned = self.ops.clamp(turned, self.limit)
+            turned = self.ops.clamp(turned, self.gate_limit)
             hidden = self.ops.clamp(self.up(x, routes), self.limit)
             hidden = self.ops.gate(hidden, turned, "linear")
         elif len(self.names) == 2:
@@ -167,7 +177,7 @@ class ExpertMLP:
     def reads_ahead(self) -> bool:
         """Whether :meth:`expect` has an effect: some experts are in a file."""
         grouped = self.up.weight.grouped
-        plain = self.latent is None and self.one is None and self.share is None
+        plain = self.latent is None and self.one is None and self.share is None and not self.early
         return plain and grouped is not None and grouped.reads_ahead
 
     def expect(self, x: Tensor) -> None:

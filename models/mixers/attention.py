@@ -46,7 +46,8 @@ class Attention:
 
     Without ``reduce`` a rank's result is its part of the sum over ranks. A layer that reads the
     keys and values of an earlier one has queries alone.
-    ``sinks``, ``slopes`` float32 ``[heads]``: see :meth:`sdk.kernels.operators.ops.Ops.attention`.
+    ``sinks``, ``slopes`` float32 ``[heads]``, ``biases`` of a layer with its own: see
+    :meth:`sdk.kernels.operators.ops.Ops.attention`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Attention:
         self._pull_score_parts(source, path, rules, index)
 
     def _pull_score_parts(self, source: Source, path: str, rules: LayerRules, index: int) -> None:
-        """What scores get besides: sinks and linear biases of this rank's heads."""
+        """What scores get besides: sinks and biases of this rank's heads."""
         c, heads = source.config, source.heads_of(index)
         count = c.heads_of(index)
         self.sinks: Tensor | None = None
@@ -130,6 +131,7 @@ class Attention:
             slopes = alibi_slopes(c.alibi, count, c.attention_scale)
             own = slopes[heads.start : heads.start + heads.count]
             self.slopes = torch.from_numpy(own).to(self.ops.device)
+        self.biases = biases_by_distance(source, path)
 
     def _pull_norms(
         self, source: Source, path: str, rules: LayerRules, head: Tensor | None, *, plain: bool
@@ -197,7 +199,7 @@ class Attention:
             sinks=self.sinks,
             slopes=self.slopes,
             causal=self.causal,
-            biases=step.biases,
+            biases=step.biases if self.biases is None else self.biases,
             chunked=self.chunked and self.window is not None,
             ahead=batch.ahead if self.looks_ahead else None,
         )
@@ -223,6 +225,17 @@ class Attention:
         tokens, d = len(qkv), self.head_dim
         v = v.view(tokens, -1, self.value_dim)
         return q.view(tokens, -1, d), k.view(tokens, -1, d), v, gate
+
+
+def biases_by_distance(source: Source, path: str | None = None) -> Tensor | None:
+    """The biases of scores by buckets of distances that all layers have, or the layer ``path``;
+    ``None``: there are none."""
+    rule = source.config.buckets
+    if rule is None or (rule.table is None) != (path is not None):
+        return None
+    from sdk.models.distance_buckets import distance_biases  # few models have any
+
+    return distance_biases(source, rule, rule.table or f"{path}.distance_biases")
 
 
 def _gate_of(config: ModelConfig, rules: LayerRules) -> OutputGate | None:

@@ -99,6 +99,12 @@ def load_warnings(
             "the file lacks the bias of each layer's experts, which llama.cpp's converter leaves "
             "out: results are llama.cpp's, and differ from those of the model's folder"
         )
+    if headers.format == "gguf" and own is not None and own.gguf and own.gguf.rows_as_stored:
+        yield (
+            "rows of queries, keys and values are read one head after the other, as llama.cpp's "
+            "converter leaves them: results are those of the model's folder, and differ from "
+            "llama.cpp's, which reads all queries first"
+        )
     if tokenizer is not None:
         yield from tokenizer.warnings
     yield from _leftovers(runner, others, headers, model)

@@ -24,7 +24,7 @@ from sdk import QuantizationError, UnsupportedError
 from sdk.loaders.open import open_checkpoint
 from tests.accuracy.test_both_formats import MODELS, gguf_of
 from tests.models.conftest import expected_logits, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 TOKENS = 24
 VOCABULARY = 448  # of the tokenizer in tests/golden

@@ -8,7 +8,7 @@ import pytest
 
 from sdk import LLM
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 from tests.same_answers import answers, check_answers
 
 NAMES = (

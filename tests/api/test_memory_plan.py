@@ -27,7 +27,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.weights import held_bytes
 from sdk.quant.online import online_quantized, online_scheme
 from tests.models.conftest import tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])

@@ -8,7 +8,7 @@ import pytest
 
 from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
 from tests.models.conftest import tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 from tests.tiny_hybrids import tiny_hybrid
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -11,8 +11,8 @@ import pytest
 from sdk import LLM, SamplingParams
 from sdk.memory.shares import id_bytes
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
 from tests.models.test_rwkv import folder
+from tests.models.tiny_architectures import ARCHITECTURES
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 OPTIONS: dict[str, Any] = {

@@ -28,8 +28,8 @@ from tests.gguf_models import ARRAY, I32, U32, save_gguf
 from tests.models.conftest import Paged, prompt, tiny
 from tests.models.test_heads_of_kinds import _file as mimo_file, oracle_of
 from tests.models.test_hybrids import written
-from tests.models.test_model_architectures import ARCHITECTURES
 from tests.models.test_rwkv import folder as rwkv_folder
+from tests.models.tiny_architectures import ARCHITECTURES
 from tests.next_token import LAYERS, parts_of, random_model, write_folder, write_gguf
 
 _WIDE: dict[str, Any] = {

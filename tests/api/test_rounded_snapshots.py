@@ -11,7 +11,7 @@ import pytest
 from sdk import LLM, RequestError, SamplingParams, SnapshotError
 from tests.cluster.transfer.pairs import CONNECTORS, LIMIT, PREFILL, USABLE, answer, pair
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 ROUNDED = {"state_snapshot_dtype": "float16"}
 OPTIONS: dict[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 from sdk import LLM, SamplingParams, Snapshot, SnapshotError
 from sdk.quant.caches import AttentionCache, StateCache
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {

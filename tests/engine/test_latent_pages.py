@@ -12,7 +12,7 @@ from sdk.api.errors import RequestError
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.models.configs.config import ModelConfig
 from tests.models.conftest import TINY, prompt, tiny
-from tests.models.test_model_architectures import LATENT, V3
+from tests.models.tiny_architectures import LATENT, V3
 
 PROMPTS = [prompt(n, n) for n in (5, 40, 90, 33)]
 

@@ -5,10 +5,7 @@ Every operator passes, and every operator with a mistake in it is found, replace
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,272 +15,31 @@ import torch
 from torch import Tensor
 
 from sdk.cli.doctor_gpu import usual
-from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import linear, norm
 from sdk.kernels.known_answers import cases as answer_cases
-from sdk.kernels.known_answers.check import NO_FALLBACK, KnownAnswers
-from sdk.kernels.known_answers.file import FAILED, Answer, AnswerFile
-from sdk.kernels.kv.pages import KVPages
-from sdk.kernels.operators.head_norms import HeadNorms, QueryScale
-from sdk.kernels.operators.low_rank import Shape
+from sdk.kernels.known_answers.check import NO_FALLBACK
+from sdk.kernels.known_answers.file import FAILED
 from sdk.kernels.operators.norm import Norm
 from sdk.kernels.operators.ops import Ops
-from sdk.kernels.operators.rounding import Rounding
-from sdk.kernels.operators.route_rule import SOFTMAX, RouteRule
 from sdk.kernels.operators.sampling import SampleBuffers
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.weights.layouts import ActivationScheme
-from sdk.quant.caches import AttentionCache
-from sdk.quant.spec import KVSpec
-
-MACHINE = {"card": "a card that is not here", "driver": "1"}
+from tests.gpu.answer_cases import (
+    CASES,
+    F32,
+    answers_of,
+    card_ops,
+    rows,
+    tried,
+)
 
 
 @pytest.fixture
 def ops() -> Iterator[Ops]:
-    made = Ops("cpu", num_threads=1, backends=("gpu", "reference"), activations="bfloat16")
+    made = card_ops()
     yield made
     made.close()
-
-
-def answers_of(ops: Ops, folder: Path | None = None) -> KnownAnswers:
-    file = None if folder is None else AnswerFile(folder, MACHINE)
-    ops.context.answers = KnownAnswers(ops.context, file)
-    return ops.context.answers
-
-
-def pages(dtype: str, head_dim: int = 64, kv_heads: int = 2, size: int = 16) -> KVPages:
-    """The second of three layers' pages, as a card has them."""
-    spec = KVSpec(num_layers=3, kv_heads=kv_heads, head_dim=head_dim, page_size=size, dtype=dtype)
-    return KVCache(spec, 2, keys_transposed=False).layers[1]
-
-
-def rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(2, width, dtype=dtype)
-
-
-def heads(count: int, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Rows of a fused projection."""
-    return torch.zeros(2, (count + 4) * head_dim, dtype=dtype)[:, : count * head_dim].view(
-        2, count, head_dim
-    )
-
-
-def attention(
-    dtype: str, both: bool = False, biased: bool = False, ahead: bool = False, **changed: Any
-) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    own = pages(dtype, **changed)
-    slopes = torch.zeros(4) if biased else None
-    like = [heads(4, own.head_dim), own, 0.2, None, None, None, slopes, True, not both, False]
-    like.append(ahead)
-    return "attention", like, {"head_dim": own.head_dim, "kv_dtype": own.dtype}
-
-
-def rope(
-    dtype: str, norms: bool = False, more: bool = False
-) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    """``more``: norms after the rotation, one of values, and a scale by position."""
-    own, norm = pages(dtype), Norm(torch.ones(64), 1e-6)
-    parts = heads(4), heads(2), heads(2)
-    like = (
-        *parts,
-        torch.zeros(2, 32),
-        own,
-        HeadNorms(norm, norm, norm if more else None, more) if norms else None,
-        QueryScale(0.1, 16384) if more else None,
-    )
-    return "rope_and_cache", like, {"head_dim": 64, "kv_dtype": own.dtype}
-
-
-def latent_pages(dtype: str) -> KVPages:
-    caches = (AttentionCache(1, 96, 64, latent=True),) * 3
-    spec = KVSpec(3, 1, 96, 16, dtype, caches)
-    return KVCache(spec, 2, keys_transposed=False).layers[1]
-
-
-def latent(dtype: str, op: str) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    """Attention over latent pages, and their write."""
-    own, q = latent_pages(dtype), heads(4, 96)
-    fields = {"head_dim": 96, "value_dim": 64, "kv_dtype": own.dtype}
-    if op == "attention":
-        like = (q, own, 0.2, None, None, None, None, False, True, False, False)
-        return op, like, {**fields, "format": "latent"}
-    return op, (q, heads(1), torch.zeros(2, 16), own, QueryScale(0.1, 16384)), fields
-
-
-def norm_of(*shape: int, biased: bool = False, centred: bool = False) -> Norm:
-    weight = torch.ones(shape)
-    return Norm(weight, 1e-5, weight.clone() if biased else None, centred)
-
-
-def slots(*shape: int) -> Tensor:
-    return torch.zeros(2, *shape)
-
-
-def delta(
-    decay: Tensor, eps: float | None = 1e-6, *, tiled: bool = False
-) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    like = heads(2, 32), heads(2, 32), heads(4, 24), decay, slots(4, 32, 24), eps, tiled
-    return "gated_delta", like, {"head_dim": 32, "format": "rows" if decay.dim() == 3 else ""}
-
-
-def rwkv(first: tuple[Tensor, Tensor] | None) -> tuple[str, Sequence[Any], dict[str, Any]]:
-    one, wide = heads(4, 24), slots(4, 24)
-    like = one, one, one, wide, wide, first, slots(4, 24, 24)
-    return "rwkv", like, {"head_dim": 24, "format": "first" * (first is not None)}
-
-
-CODES = ActivationScheme("int")
-F32, BF16 = torch.float32, torch.bfloat16
-#: name -> operator, what it will run on, fields of its problem.
-CASES: dict[str, Callable[[], tuple[str, Sequence[Any], dict[str, Any]]]] = {
-    "norm": lambda: ("norm", (rows(200), norm_of(200), BF16, None), {}),
-    "norm-wide": lambda: ("norm", (rows(96, F32), norm_of(96), F32, None), {}),
-    "norm-heads": lambda: ("norm", (heads(3), norm_of(3, 64, centred=True), BF16, None), {}),
-    "norm-unweighted": lambda: ("norm", (rows(96), Norm(None, 1e-5), BF16, None), {}),
-    "add_norm": lambda: ("add_norm", (rows(200), norm_of(200), BF16, None), {}),
-    "add_norm-layer": lambda: (
-        "add_norm",
-        (rows(200), norm_of(200, biased=True, centred=True), BF16, None),
-        {},
-    ),
-    "add_norm-codes": lambda: (
-        "add_norm",
-        (rows(200), norm_of(200), BF16, Rounding(CODES, torch.int8, 256, 1)),
-        {"inputs": str(CODES)},
-    ),
-    "gated_activation": lambda: ("gated_activation", (rows(300),), {"format": "silu"}),
-    "gated_activation-gelu": lambda: ("gated_activation", (rows(300),), {"format": "gelu_tanh"}),
-    "activation": lambda: ("activation", (rows(300),), {"format": "relu2"}),
-    "activation-xielu": lambda: ("activation", (rows(300),), {"format": "xielu"}),
-    "zeros": lambda: ("zeros", (rows(70, F32),), {}),
-    "add": lambda: ("add", (rows(70),), {}),
-    "add_bias": lambda: ("add_bias", (rows(70),), {}),
-    "scale": lambda: ("scale", (rows(70, F32),), {}),
-    "softcap": lambda: ("softcap", (rows(70, F32),), {}),
-    "clamp": lambda: ("clamp", (rows(70),), {}),
-    "select_rows": lambda: ("select_rows", (rows(70, F32),), {}),
-    "take_columns": lambda: ("take_columns", (rows(70),), {}),
-    "attention-latent": lambda: latent("float16", "attention"),
-    "attention-latent-int8": lambda: latent("int8", "attention"),
-    "latent_rope": lambda: latent("fp8", "latent_rope_and_cache"),
-    "rope_angles": lambda: ("rope_angles", (torch.ones(32), None, None), {}),
-    "rope_angles-axes": lambda: (
-        "rope_angles",
-        (torch.ones(32), torch.zeros(32, dtype=torch.int32), None),
-        {},
-    ),
-    "rope_angles-shifts": lambda: (
-        "rope_angles",
-        (torch.ones(32), *torch.zeros(2, 32, dtype=torch.int32)),
-        {},
-    ),
-    "place_rows": lambda: ("place_rows", (rows(70, F32),), {}),
-    "find_places": lambda: ("find_places", (16,), {}),
-    **{
-        f"rope_and_cache-{t}": (lambda t=t: rope(t))
-        for t in ("float16", "bfloat16", "int8", "fp8", "int4")
-    },
-    "rope_and_cache-norms": lambda: rope("float16", norms=True),
-    "rope_and_cache-more": lambda: rope("bfloat16", norms=True, more=True),
-    "gate": lambda: ("gate", (rows(96), rows(96)), {"format": "sigmoid"}),
-    "gate-heads": lambda: ("gate", (rows(96), rows(3)), {"format": "softplus"}),
-    **{
-        f"attention-{t}": (lambda t=t: attention(t))
-        for t in ("float32", "float16", "bfloat16", "int8", "fp8", "int4", "k8v4")
-    },
-    "attention-both-ways": lambda: attention("float16", both=True),
-    "attention-ahead": lambda: attention("float16", ahead=True),
-    "attention-biased": lambda: attention("float16", biased=True),
-    "route": lambda: ("route", (rows(8, F32), 2, SOFTMAX, None), {}),
-    "route-sigmoid": lambda: (
-        "route",
-        (rows(8, F32), 2, RouteRule("sigmoid", groups=2, scale=2.5), torch.ones(8)),
-        {"format": "sigmoid bias groups"},
-    ),
-    "group": lambda: ("group", (torch.zeros(2, 2, dtype=torch.int32), 8), {}),
-    "add_owners_bias": lambda: ("add_owners_bias", (rows(70), 8, 2), {}),
-    "combine": lambda: ("combine", (rows(70), 8, 2, None, None), {}),
-    "combine-gated": lambda: (
-        "combine",
-        (rows(70), 8, 2, rows(70, F32), rows(1, F32)),
-        {"format": "gated"},
-    ),
-    "low_rank": lambda: ("low_rank", (Shape(4, 200, 132, 2, 16), torch.bfloat16), {}),
-    "low_rank-ids": lambda: (
-        "low_rank",
-        (Shape(4, 50, 70, 1, 8, of_ids=True), torch.bfloat16),
-        {},
-    ),
-    "sample": lambda: ("sample", (rows(9000, F32),), {}),
-    "causal_conv": lambda: (
-        "causal_conv",
-        (rows(70), torch.zeros(70, 4), rows(70, F32)[0], slots(3, 70), "silu", None, None),
-        {},
-    ),
-    "causal_conv-gated": lambda: (
-        "causal_conv",
-        (rows(70), torch.zeros(70, 3), None, slots(2, 70), None, rows(70), rows(70)),
-        {"format": "before after"},
-    ),
-    "causal_conv-several": lambda: (
-        "causal_conv",
-        (rows(70), torch.zeros(3, 70, 2), None, slots(1, 70), None, None, None),
-        {},
-    ),
-    "rwkv": lambda: rwkv(None),
-    "rwkv-first": lambda: rwkv((heads(4, 24), slots(4, 24))),
-    "gated_delta": lambda: delta(slots(4)),
-    "gated_delta-rows": lambda: delta(slots(4, 32), eps=None, tiled=True),
-    "ssd": lambda: (
-        "ssd",
-        (heads(4, 24), heads(2, 32), rows(4, F32)[0], slots(4, 24, 32)),
-        {"head_dim": 32},
-    ),
-    "selective_scan": lambda: (
-        "selective_scan",
-        (rows(70), rows(16), rows(70, F32)[0], slots(70, 16)),
-        {"head_dim": 16},
-    ),
-    "rates": lambda: (
-        "rates",
-        (rows(70), "softplus", rows(70, F32)[0], rows(7, F32)[0], (0.01, 8.0)),
-        {"format": "softplus"},
-    ),
-    "rates-tanh": lambda: (
-        "rates",
-        (rows(70), "tanh", None, None, None),
-        {"format": "tanh"},
-    ),
-    "rates-sigmoid": lambda: (
-        "rates",
-        (rows(70), "sigmoid", None, None, None),
-        {"format": "sigmoid"},
-    ),
-    "gated_norm": lambda: (
-        "gated_norm",
-        (heads(3), heads(3), norm_of(64), "silu", False),
-        {"format": "silu"},
-    ),
-    "gated_norm-first": lambda: (
-        "gated_norm",
-        (heads(3), heads(3), norm_of(3, 64), "silu", True),
-        {"format": "silu first"},
-    ),
-}
-
-
-def tried(ops: Ops, name: str) -> tuple[Any, str | None]:
-    """The first kernel of the operator, and why it must not run."""
-    op, like, about = CASES[name]()
-    problem = Problem(op, **about)
-    kernels = ops.context.backends[0].implementations(op)
-    kernel = next(one for one in kernels if one.reject(problem) is None)
-    answers = ops.context.answers
-    assert answers is not None
-    return kernel, answers.reason(kernel, problem, like)
 
 
 #: Two seconds each; float16 and int4 are the quick ones.
@@ -303,9 +59,6 @@ def test_every_operator_passes(ops: Ops, name: str) -> None:
     (answer,) = answers._known.values()
     assert answer.distance < 0.004  # far below what a mistake causes
     assert answers.ran == 1
-
-
-# ---- mistakes ------------------------------------------------------------------------------------
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -445,117 +198,6 @@ def test_a_kernel_that_does_not_compile_is_replaced(
     assert "ValueError: out of registers" in line and "reference.norm runs norm" in line
 
 
-def test_a_broken_card_is_an_error_that_is_remembered(
-    ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(self: Any, *args: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(norm.Normalize, "run", run)
-    answers_of(ops, tmp_path)
-    with pytest.raises(KernelError, match=r"gpu\.norm .* cannot use the card any more"):
-        ops.norm(rows(70), Norm(torch.ones(70), 1e-6))
-    (answer,) = AnswerFile(tmp_path, MACHINE).read().values()
-    assert "illegal memory access" in answer.reason
-
-
-def in_a_child(body: Callable[[], None]) -> int:
-    """The process that ran it; ``body`` ends it, or it returns."""
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-        finally:
-            os._exit(0)
-    return child
-
-
-@pytest.mark.parametrize("name", ["norm", "find_places"])
-def test_a_check_that_ended_its_process_is_not_tried_again(
-    ops: Ops, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    op, like, about = CASES[name]()
-
-    def dies() -> None:
-        answers_of(ops, tmp_path)
-        kind = type(ops.context.backends[0].implementations(op)[0])
-        kind.run = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
-        ops.context.kernel(op, like, **about)
-
-    child = in_a_child(dies)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    answers = answers_of(ops, tmp_path)
-    if op in NO_FALLBACK:
-        with pytest.raises(KernelError, match=r"the process ended during it.* device='cpu'"):
-            ops.context.kernel(op, like, **about)
-        return
-    assert ops.context.kernel(op, like, **about).name == f"reference.{op}"
-    assert answers.ran == 0
-    (line,) = answers.failures()
-    assert "the process ended during it, or was ended because it hung (delete " in line
-    (file,) = tmp_path.glob("*.json")
-    assert str(file) in line and line.endswith(f"reference.{op} runs {op}")
-    file.unlink()
-    answers = answers_of(ops, tmp_path)
-    tried(ops, name)
-    assert answers.ran == 1  # by the kernel itself, and it is right
-    assert [answer.reason for answer in AnswerFile(tmp_path, MACHINE).read().values()] == [""]
-
-
-def test_what_another_process_checks_at_the_moment_is_checked_here_too(
-    ops: Ops, tmp_path: Path
-) -> None:
-    file = AnswerFile(tmp_path, MACHINE)
-    done = os.pipe()
-
-    def waits() -> None:
-        file.begin("another")
-        os.write(done[1], b"x")
-        time.sleep(60)
-
-    child = in_a_child(waits)
-    try:
-        assert os.read(done[0], 1) == b"x"
-        answers = answers_of(ops, tmp_path)
-        assert file.read() == {}
-        assert tried(ops, "combine")[1] is None and answers.ran == 1
-        assert len(file.read()) == 1
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert [bool(answer.reason) for answer in file.read().values()] == [True, False]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_a_check_that_was_interrupted_is_tried_again(
-    ops: Ops, tmp_path: Path, error: type[BaseException]
-) -> None:
-    def check() -> Any:
-        raise error
-
-    answers = answers_of(ops, tmp_path)
-    with pytest.raises(error):
-        answers.ask("name", "gpu.kernel", check)
-    again = answers_of(ops, tmp_path)
-    assert again.ask("name", "gpu.kernel", lambda: Answer(0.0)) is None and again.ran == 1
-
-
-def test_a_process_of_another_host_is_not_known_to_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = AnswerFile(tmp_path, MACHINE)
-    with monkeypatch.context() as patch:
-        patch.setattr("socket.gethostname", lambda: "another host")
-        file.begin("name")
-    assert file.read() == {}
-    file.add({"name": Answer(0.0, "running")})  # written by nobody
-    file.add({"other": Answer(0.0, "running x")})
-    assert file.read() == {"name": Answer(0.0, "running")}
-
-
-# ---- products ------------------------------------------------------------------------------------
-
-
 def right_product(self: Any, packed: Any, x: Tensor, out: Tensor, activation: str = "") -> None:
     """Without the interpreter, which takes a minute for 300 tokens."""
     out.copy_(x.float() @ decode(self.unpack(packed)).t())
@@ -628,34 +270,6 @@ def test_experts_that_are_wrong_together_run_one_by_one(
     (line,) = answers.failures()
     assert line.startswith(f"gpu.linear of experts {FAILED}: ") and line.endswith("alone")
     ops.close()
-
-
-# ---- what is written down ------------------------------------------------------------------------
-
-
-def test_the_second_engine_launches_nothing(ops: Ops, tmp_path: Path) -> None:
-    first = answers_of(ops, tmp_path)
-    assert tried(ops, "norm")[1] is None and tried(ops, "combine")[1] is None
-    assert first.ran == 2
-    again = answers_of(ops, tmp_path)
-    assert tried(ops, "norm")[1] is None and tried(ops, "combine")[1] is None
-    assert again.ran == 0
-    assert tried(ops, "group")[1] is None and again.ran == 1  # results add up
-    assert len(AnswerFile(tmp_path, MACHINE).read()) == 3
-
-
-def test_another_machine_or_width_or_type_is_checked_again(ops: Ops, tmp_path: Path) -> None:
-    answers_of(ops, tmp_path)
-    tried(ops, "combine")
-    other = KnownAnswers(ops.context, AnswerFile(tmp_path, MACHINE | {"driver": "2"}))
-    kernel = ops.context.backends[0].implementations("combine")[0]
-    problem = Problem("combine")
-    assert other.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and other.ran == 1
-    again = answers_of(ops, tmp_path)
-    assert again.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and again.ran == 0
-    assert again.reason(kernel, problem, (rows(64), 8, 2, None, None)) is None and again.ran == 1
-    ops.context._activations = "float16"
-    assert again.reason(kernel, problem, (rows(70), 8, 2, None, None)) is None and again.ran == 2
 
 
 def test_a_failure_is_remembered(ops: Ops, tmp_path: Path) -> None:

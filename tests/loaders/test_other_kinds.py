@@ -17,7 +17,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 ONES = np.ones((8, 32), np.float32)
 XMOD = {"model_type": "xmod", "vocab_size": 96, "num_hidden_layers": 2, "hidden_size": 64}
-T5 = {"model_type": "t5", "vocab_size": 96, "num_layers": 2, "d_model": 64}
+BART = {"model_type": "bart", "vocab_size": 96, "encoder_layers": 2, "d_model": 64}
 
 #: Files of a folder (JSON where it is a dict) -> words of the message.
 FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -82,7 +82,7 @@ def test_weights_without_their_config_say_where_it_belongs(files: Any, tmp_path:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [(XMOD, "'xmod' .is_decoder is false.: an encoder"), (T5, "'t5': an encoder-decoder .seq")],
+    [(XMOD, "'xmod' .is_decoder is false.: an encoder"), (BART, "'bart': an encoder-decoder .seq")],
 )
 def test_encoders_are_named_by_plan_and_by_llm(
     config: dict[str, Any], words: str, files: Any, tmp_path: Path

@@ -15,7 +15,7 @@ from sdk.models.auto import build_model
 from sdk.quant.errors import AlignmentError
 from tests.gguf_models import gguf_of, save_gguf
 from tests.models.conftest import Ranks, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 
 def _held(path: Path, ranks: int) -> int:

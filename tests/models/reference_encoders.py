@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear
+from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 
 State = dict[str, Tensor]
 SIZES = {
@@ -270,3 +270,78 @@ def nomic_states(config: Mapping[str, Any], state: State, ids: Sequence[int]) ->
             y = w.linear(f"{layer}.mlp.fc2", gelu(w.linear(f"{layer}.mlp.fc1", x)))
         x = w.norm(f"{layer}.norm2", x + y)
     return x
+
+
+# -- NeoBERT --
+
+
+def neobert_config(**options: Any) -> dict[str, Any]:
+    sizes = {key: value for key, value in SIZES.items() if key not in _NOT_OF_NEOBERT}
+    return {
+        **sizes,
+        "architectures": ["NeoBERTLMHead"],
+        "auto_map": {"AutoModel": "model.NeoBERT"},
+        "decoder_init_range": 0.02,
+        "dim_head": 16,
+        "embedding_init_range": 0.02,
+        "intermediate_size": 100,  # an MLP has 2/3 of it, and a multiple of 8: 72
+        "kwargs": {"trust_remote_code": True},
+        "max_length": 256,
+        "model_type": "neobert",
+        "norm_eps": 1e-5,
+        "pad_token_id": 0,
+        **options,
+    }
+
+
+_NOT_OF_NEOBERT = ("max_position_embeddings", "layer_norm_eps")
+
+
+def neobert_width(config: Mapping[str, Any]) -> int:
+    return 8 * math.ceil(int(2 * config["intermediate_size"] / 3) / 8)
+
+
+def neobert_state(config: Mapping[str, Any], seed: int = 0) -> State:
+    make, hidden, wide = Maker(seed), config["hidden_size"], neobert_width(config)
+    make.matrix("model.encoder.weight", config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.transformer_encoder.{i}"
+        make.linear(f"{layer}.qkv", 3 * hidden, hidden, bias=False)
+        make.linear(f"{layer}.wo", hidden, hidden, bias=False)
+        make.linear(f"{layer}.ffn.w12", 2 * wide, hidden, bias=False)
+        make.linear(f"{layer}.ffn.w3", hidden, wide, bias=False)
+        for name in ("attention_norm", "ffn_norm"):
+            make.norm(f"{layer}.{name}", hidden)
+    make.norm("model.layer_norm", hidden)
+    make.linear("decoder", config["vocab_size"], hidden)
+    rms = [name for name in make.state if name.endswith("norm.bias")]
+    return {name: values for name, values in make.state.items() if name not in rms}
+
+
+def _pairs_rotated(x: Tensor) -> Tensor:
+    """``[T, heads, d]``; dimensions 2i and 2i + 1 turn together, as one complex number."""
+    half = x.shape[-1] // 2
+    turns = 10000.0 ** (-torch.arange(half).float() / half)
+    angle = torch.arange(len(x)).float()[:, None, None] * turns
+    number = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous())
+    return torch.view_as_real(number * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
+def neobert_states(config: Mapping[str, Any], state: State, ids: Sequence[int]) -> Tensor:
+    """Hidden states ``[T, hidden]``."""
+    w, heads = Weights(state, config["norm_eps"]), config["num_attention_heads"]
+
+    def norm(path: str, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], state[f"{path}.weight"], config["norm_eps"])
+
+    x = state["model.encoder.weight"][torch.tensor(ids)]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.transformer_encoder.{i}"
+        joined = w.linear(f"{layer}.qkv", norm(f"{layer}.attention_norm", x))
+        q, k, v = joined.unflatten(-1, (heads, -1)).chunk(3, -1)
+        q, k = _pairs_rotated(q), _pairs_rotated(k)
+        y = _attend(q.flatten(1), k.flatten(1), v.flatten(1), heads)
+        x = x + w.linear(f"{layer}.wo", y)
+        gate, up = w.linear(f"{layer}.ffn.w12", norm(f"{layer}.ffn_norm", x)).chunk(2, -1)
+        x = x + w.linear(f"{layer}.ffn.w3", silu(gate) * up)
+    return norm("model.layer_norm", x)

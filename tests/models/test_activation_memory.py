@@ -19,7 +19,7 @@ from sdk.models.parallel import Mesh
 from tests.gguf_models import save_gguf
 from tests.models import test_plamo2, test_rwkv
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 TOKENS = 48
 

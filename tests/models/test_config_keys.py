@@ -41,7 +41,7 @@ from tests.models.conftest import (
     prompt,
     tiny,
 )
-from tests.models.test_model_architectures import ARCHITECTURES, LATENT, V3
+from tests.models.tiny_architectures import ARCHITECTURES, LATENT, V3
 
 #: Models with recurrent layers.
 HYBRIDS = (

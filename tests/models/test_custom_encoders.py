@@ -17,7 +17,7 @@ from sdk.models.configs.config import ModelConfig
 from sdk.models.configs.keys import unknown_keys
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
-from tests.gguf_encoders import gguf_of_reference
+from tests.gguf_encoders import gguf_of_neobert, gguf_of_reference
 from tests.gguf_models import save_gguf
 from tests.models import reference_encoders as reference
 from tests.models.conftest import Paged, Ranks, expected_states, prompt, tiny_encoder
@@ -63,6 +63,47 @@ def test_nomic_v2_has_the_states_of_its_formulae(every: int, tmp_path: Path, loa
     checkpoint = open_checkpoint(reference.save(tmp_path / "m", config, state))
     check(load(checkpoint), lambda ids: reference.nomic_states(config, state, ids))
     assert checkpoint.unused() == []
+
+
+def test_neobert_has_the_states_of_its_formulae(tmp_path: Path, load: Load) -> None:
+    config = reference.neobert_config()
+    state = reference.neobert_state(config)
+    checkpoint = open_checkpoint(reference.save(tmp_path / "m", config, state))
+    check(load(checkpoint), lambda ids: reference.neobert_states(config, state, ids))
+    assert sorted(checkpoint.unused()) == ["decoder.bias", "decoder.weight"]
+    with LLM(checkpoint.path, num_threads=1, skip_tokenizer_init=True) as llm:
+        assert llm.load_warnings == () and llm.max_model_len == 256
+
+
+def test_a_neobert_without_its_head_and_with_gate_and_up_apart(tmp_path: Path, load: Load) -> None:
+    config = reference.neobert_config()
+    state = reference.neobert_state(config)
+    stored = {}
+    for name, values in state.items():
+        own = name.removeprefix("model.")
+        if own.endswith("w12.weight"):
+            gate, up = values.chunk(2)
+            stored[own.replace("w12", "w1")] = gate.contiguous()
+            stored[own.replace("w12", "w2")] = up.contiguous()
+        elif own != name:
+            stored[own] = values
+    checkpoint = open_checkpoint(reference.save(tmp_path / "m", config, stored))
+    check(load(checkpoint), lambda ids: reference.neobert_states(config, state, ids))
+    assert checkpoint.unused() == []
+
+
+def test_rows_of_a_gguf_file_of_neobert_are_those_of_one_head_after_the_other(
+    tmp_path: Path, load: Load
+) -> None:
+    config = reference.neobert_config()
+    state = reference.neobert_state(config)
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", gguf_of_neobert(config, state)))
+    found = Paged(load(checkpoint)).run("a", prompt(75, 1))
+    assert (found - reference.neobert_states(config, state, prompt(75, 1))).abs().max() <= 1e-4
+    assert checkpoint.unused() == []
+    with LLM(checkpoint.path, num_threads=1, skip_tokenizer_init=True) as llm:
+        [warning] = llm.load_warnings
+        assert "one head after the other" in warning and "differ from llama.cpp's" in warning
 
 
 @pytest.mark.parametrize(
@@ -180,6 +221,12 @@ GTE = {
             {**reference.jina_config(), "model_type": "jina_bert", "is_decoder": True},
             "is_decoder: expected False, found True",
         ),
+        (
+            reference.neobert_config(rms_norm=False),
+            "rms_norm: expected True, found False: .*neobert",
+        ),
+        (reference.neobert_config(ngpt=True), "ngpt: expected False, found True"),
+        (reference.neobert_config(hidden_act="gelu"), "hidden_act: expected SwiGLU, found gelu"),
         (
             reference.nomic_config(model_type="nomic_bert_moe", num_shared_experts=1),
             "num_shared_experts: expected 0, found 1",

@@ -26,7 +26,7 @@ from tests.models.conftest import (
     tiny,
 )
 from tests.models.test_gguf_architectures import FILES, written
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 
 def experts_of(model_type: str, **changes: Any) -> ExpertSpec:

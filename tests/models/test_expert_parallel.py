@@ -19,7 +19,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.source import Source
 from sdk.quant.errors import CheckpointError
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
-from tests.models.test_model_architectures import V3
+from tests.models.tiny_architectures import V3
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},

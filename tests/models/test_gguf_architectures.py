@@ -21,7 +21,7 @@ from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from tests.gguf_models import BOOL, F32, I32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import Paged, expected_logits, prompt, tiny
-from tests.models.test_model_architectures import EXPERTS, LATENT, V3, YARN as LATENT_YARN
+from tests.models.tiny_architectures import EXPERTS, LATENT, V3, YARN as LATENT_YARN
 
 Load = Callable[..., Any]
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}

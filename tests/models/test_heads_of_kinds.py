@@ -23,7 +23,7 @@ from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import TINY, Paged, Ranks, expected_logits, prompt, seeded, tiny
 from tests.models.test_layer_geometries import check_answers
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 Load = Callable[..., Any]
 FULL, SLIDES = "full_attention", "sliding_attention"

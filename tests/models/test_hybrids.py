@@ -25,7 +25,7 @@ from tests.models.conftest import (
     prompt,
     tiny,
 )
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 Load = Callable[..., Any]
 
@@ -164,7 +164,7 @@ def short_experts(c: Any) -> Facts:
     return {**short(c), **experts(c), **dense}
 
 
-#: The name in the file, what makes the model other than in test_model_architectures.py, and the
+#: The name in the file, what makes the model other than in tiny_architectures.py, and the
 #: metadata.
 FILES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Facts]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}, short),

@@ -29,7 +29,7 @@ from tests.models.conftest import (
     tiny,
 )
 from tests.models.test_gguf_architectures import LATENT_FACTS
-from tests.models.test_model_architectures import LATENT, V3, YARN
+from tests.models.tiny_architectures import LATENT, V3, YARN
 
 Load = Callable[..., Any]
 IDS = prompt(41, 1)

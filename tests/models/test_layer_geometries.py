@@ -24,7 +24,7 @@ from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
 from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, checkpoint_of, expected_logits, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES, GEMMA4
+from tests.models.tiny_architectures import ARCHITECTURES, GEMMA4
 
 Load = Callable[..., Any]
 SIZES = ("gemma4_text", "gemma4_text-e", "gemma4_text-experts")

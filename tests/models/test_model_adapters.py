@@ -22,7 +22,7 @@ from sdk.quant.errors import AdapterError
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.weight import DenseWeight, Weight
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES, EXPERTS
+from tests.models.tiny_architectures import ARCHITECTURES, EXPERTS
 
 #: Biases, joined files, norms, scaled embeddings, soft caps, scaled logits, heads of their own.
 MODELS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.caches import StateCache
 from tests.models.conftest import checkpoint_of, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 PAGE_SIZE, MAX_LEN, TOKENS, REQUESTS = 16, 128, 64, 4
 

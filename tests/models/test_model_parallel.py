@@ -14,7 +14,7 @@ from sdk.models.parallel import Mesh
 from sdk.quant.errors import AlignmentError
 from sdk.quant.weight import AffineWeight, Weight
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, checkpoint_of, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 
 class NoGroup:

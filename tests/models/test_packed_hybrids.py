@@ -24,7 +24,7 @@ from sdk.quant.quantize import quantize_rows, quantize_without_data
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import weight_of
 from tests.models.conftest import Paged, prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 Load = Callable[..., Any]
 #: What published folders leave plain, besides what is not a matrix.

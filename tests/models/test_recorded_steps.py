@@ -16,7 +16,7 @@ from sdk import LLM, SamplingParams
 from sdk.models.architecture import architecture
 from sdk.models.configs.keys import FIXED, read_keys
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)

@@ -21,7 +21,7 @@ from tests.gguf_models import ARRAY, BOOL, F32, I32, STRING, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, checkpoint_of, expected_logits, prompt, tiny
 from tests.models.test_layer_geometries import check_answers
-from tests.models.test_model_architectures import GEMMA3N
+from tests.models.tiny_architectures import GEMMA3N
 
 Load = Callable[..., Any]
 #: What llama.cpp's converter calls the tensors of a layer.

@@ -21,7 +21,7 @@ from sdk.loaders.writers.gguf_metadata import model_metadata
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from tests.gguf_models import BOOL, F32, U32, gguf_of, save_gguf
+from tests.gguf_models import BOOL, F32, STRING, U32, gguf_of, save_gguf
 from tests.models.conftest import DictCheckpoint, Paged, Ranks, prompt
 from tests.models.sweep import random_model
 
@@ -86,6 +86,27 @@ MODELS: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 16,
         },
     },
+    "hunyuan_vl": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 3000.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+                "mrope_section": [2, 2, 2, 2],
+            },
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 4,
+            "max_image_size": 16,
+        },
+    },
     # the common base with a layer of none, and layer types that do not follow the rotation
     "muse_glimmer": {
         "text_config": {
@@ -144,7 +165,61 @@ def test_text_has_the_logits_of_the_whole_model(oracle: Any, tmp_path: Path) -> 
         assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
         # a tower that runs is taken, whether the prompt has images or not
         runs = llm.model_config.vision is not None
-        assert any("vis" in warning for warning in llm.load_warnings) != runs
+        assert any("beside the lang" in warning for warning in llm.load_warnings) != runs
+
+
+def test_a_published_config_of_hunyuan_has_the_keys_of_its_text_outside(tmp_path: Path) -> None:
+    oracle, ids = random_text("hunyuan_vl", False), prompt(41, 1)
+    oracle.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    text, rope = config.pop("text_config"), MODELS["hunyuan_vl"]["text_config"]["rope_parameters"]
+    del text["rope_parameters"]
+    stated = {"alpha": rope["alpha"], "factor": 1.0, "mscale": 1.0, "xdrope_section": [2, 2, 2, 2]}
+    published = {
+        **text,
+        **config,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "xdrope", "beta_fast": 32, "beta_slow": 1, **stated},
+        "num_experts": 1,
+        "norm_type": "rms",
+        "use_qk_norm": True,
+        "use_cla": False,
+    }
+    path.write_text(json.dumps(published))
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    ops = Ops(num_threads=1, compute="exact")
+    model = build_model(open_checkpoint(tmp_path), Mesh(), ops, max_model_len=256)
+    found = Paged(model).run("a", ids)
+    ops.close()
+    assert (found - expected).abs().max() <= 1e-4
+
+
+def test_a_file_of_hunyuan_vl_has_the_logits_of_the_folder(tmp_path: Path) -> None:
+    """It has the rotary base as it is, and beside it what enlarges it."""
+    oracle, ids = random_text("hunyuan_vl", False), prompt(41, 1)
+    tensors = {
+        name.replace("language_model.", ""): values
+        for name, values in oracle.state_dict().items()
+        if name.startswith(("model.language_model.", "lm_head"))
+    }
+    metadata = {
+        "rope.scaling.alpha": (F32, 50.0),
+        "rope.scaling.type": (STRING, "none"),
+        "rope.scaling.factor": (F32, 1.0),
+        "rope.scaling.original_context_length": (U32, 256),
+        "rope.dimension_sections": (9, (U32, [2, 2, 2, 2])),
+    }
+    model = SimpleNamespace(config=oracle.config.text_config, state_dict=lambda: tensors)
+    path = save_gguf(tmp_path / "m.gguf", gguf_of(model, metadata, arch="hunyuan_vl"))
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    ops = Ops(num_threads=1, compute="exact")
+    checkpoint = open_checkpoint(path)
+    found = Paged(build_model(checkpoint, Mesh(), ops, max_model_len=256)).run("a", ids, [5, 30])
+    ops.close()
+    assert (found - expected).abs().max() <= 1e-4 and checkpoint.unused() == []
 
 
 def test_a_file_of_muse_glimmer_has_the_logits_of_the_folder(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         {"new_decoder_architecture": True, "num_kv_heads": 2},
         "transformer.h.1.self_attention.query_key_value",
     ),
+    "gptj": ({"rotary_dim": 8}, "transformer.h.1.mlp.fc_in"),
     "mpt": ({"max_seq_len": 256}, "transformer.blocks.1.attn.Wqkv"),
     "bloom": ({}, "transformer.h.1.self_attention.query_key_value"),
     "opt": ({"ffn_dim": 128, "word_embed_proj_dim": 64}, "model.decoder.layers.1.fc1"),

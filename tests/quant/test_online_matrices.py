@@ -19,7 +19,7 @@ from sdk.quant.online import FEWEST_COLUMNS, LAST_GROUP, is_last_of_mlp
 from tests.gguf_encoders import gguf_of_encoder
 from tests.gguf_models import save_gguf
 from tests.models.conftest import tiny, tiny_encoder
-from tests.models.test_model_architectures import GEMMA3N
+from tests.models.tiny_architectures import GEMMA3N
 
 LAYER = "model.layers.1."
 MATRICES = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj")

@@ -15,7 +15,7 @@ from sdk.engine.scheduling.scheduler_config import WindowGroup
 from sdk.memory.demand import hand_over_bytes, hand_over_ring
 from tests.cluster.replicas.conftest import LIMIT_S, hurt, replicas, wait_for
 from tests.models.conftest import tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [

@@ -37,7 +37,7 @@ from tests.cluster.transfer.pairs import (
     pair,
 )
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 TYPES = ["float32", "float16", "int16", "int8", "int4", "fp8", "bfloat16", "k8v4", "int4:skip=1"]
 SOME_TYPES = {"float32", "int4"}  # the others are slow ones

@@ -26,7 +26,7 @@ from tests.cluster.transfer.pairs import (
     pair,
 )
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 
 #: Short convolutions, delta nets, Mamba-2 beside attention, windows; states or windows alone.
 MODELS = ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "gemma4_text", "mamba2", "mistral"]

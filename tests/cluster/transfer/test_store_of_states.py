@@ -25,7 +25,7 @@ from sdk.cluster.transfer.connector import Offer
 from sdk.cluster.transfer.engine_pages import HandedOver
 from tests.cluster.transfer.pairs import LIMIT, PREFILL, USABLE, answer, facts
 from tests.models.conftest import prompt, tiny
-from tests.models.test_model_architectures import ARCHITECTURES
+from tests.models.tiny_architectures import ARCHITECTURES
 from tests.scripts import ROOT
 
 #: Short convolutions, delta nets, Mamba-2 beside attention, windows; states or windows alone.
