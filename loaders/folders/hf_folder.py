@@ -19,7 +19,6 @@ from sdk.kernels.weights.layouts import Dense
 from sdk.loaders.folders import minicpmv_config, mistral_params, vision_tensors
 from sdk.loaders.folders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folders.folder_file import folder_file
-from sdk.loaders.folders.partial_rotation import check_partial_rotation
 from sdk.loaders.folders.safetensors_folder import open_weights
 from sdk.loaders.folders.safetensors_reader import (
     FLOAT_TYPES,
@@ -543,6 +542,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
             "its GGUF files are"
         )
+    from sdk.loaders.folders.partial_rotation import check_partial_rotation
+
     check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)
