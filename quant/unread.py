@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sdk.kernels.cpu.rounding import pieces_of
 from sdk.kernels.lazy_torch import Tensor
 from sdk.kernels.operators.ops import Ops
 from sdk.kernels.reference.linear import gather_rows, slice_rows
@@ -98,6 +97,8 @@ def float_pieces(weight: Weight) -> Pieces | None:
         return None
     if isinstance(weight, UnreadWeight):
         return weight.pieces
+    from sdk.kernels.cpu.rounding import pieces_of
+
     layout = weight.layout
     return pieces_of(layout.values) if isinstance(layout, Dense) else None
 

@@ -170,18 +170,6 @@ class FilePart(Structure):
     ]
 
 
-class RoundArgs(Structure):
-    largest: float
-    bad: int
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "codes", "scale", "zero")),
-        *((name, c_int64) for name in ("rows", "k", "group", "height", "row_bytes")),
-        *((name, c_int32) for name in ("method", "type", "bits", "symmetric")),
-        *((name, c_float) for name in ("factor", "largest")),
-        ("bad", c_int32),
-    ]
-
-
 class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
@@ -507,7 +495,7 @@ _SIGNATURES = {
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64, c_int64, c_int64)),
     "pack_end": (None, (c_void_p,)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
-    "round": (c_int, (c_int, POINTER(RoundArgs))),
+    "round": (c_int, (c_int, c_void_p)),
     "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
     "ranks_create": (c_void_p, (c_int, c_int, c_int, c_int, c_double)),

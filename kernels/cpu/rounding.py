@@ -12,7 +12,8 @@ from collections.abc import Callable
 from ctypes import byref
 from enum import IntEnum
 
-from sdk.kernels.cpu.library import ELEMENT_TYPES, LEVELS, RoundArgs, find_library
+from sdk.kernels.cpu.library import ELEMENT_TYPES, LEVELS, find_library
+from sdk.kernels.cpu.round_args import RoundArgs
 from sdk.kernels.dataclass import dataclass
 from sdk.kernels.lazy_torch import Tensor, torch, type_name
 from sdk.kernels.system.blocks import MemoryBlocks

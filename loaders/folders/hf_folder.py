@@ -25,7 +25,7 @@ from sdk.loaders.folders.safetensors_reader import (
     SafetensorsFiles,
     StoredTensor,
     alike,
-    bytes_at_once,
+    entry_of,
     is_large,
     same_bytes,
     unread,
@@ -308,11 +308,8 @@ class HfFolder:
         return body and not tied and not any(name.startswith("lm_head.") for name in self._tensors)
 
     def _entry(self, stored: StoredTensor) -> TensorEntry:
-        entry = TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
         ours = self._stored_names.get(stored.name, stored.name).removesuffix(".weight")
-        if not is_large(stored) or self._is_turned(ours):
-            return entry
-        return replace(entry, read=2 * bytes_at_once(stored))  # while packed, and the next ones
+        return entry_of(stored, whole=self._is_turned(ours))
 
     def _is_turned(self, name: str) -> bool:
         """Whether the files have a matrix as ``[in, out]``."""
@@ -545,7 +542,9 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
             "its GGUF files are"
         )
-    _check_partial_rotation(raw, source)
+    from sdk.loaders.folders.partial_rotation import check_partial_rotation
+
+    check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}
     ours = with_our_keys(given)
     if not states_everything(ours):
@@ -597,22 +596,3 @@ def _decoded(value: Any) -> Any:
             return float(kind)
         return {key: _decoded(own) for key, own in value.items()}
     return [_decoded(own) for own in value] if isinstance(value, list) else value
-
-
-def _check_partial_rotation(config: Mapping[str, Any], source: str) -> None:
-    """A share of rotated dimensions must be one that transformers' class reads.
-
-    :raises UnsupportedError: others read it (vLLM, transformers 4), so it is not clear which model
-        the file holds.
-    """
-    own = architecture(config["model_type"])
-    if own is None or "partial_rotary_factor" in own.config.keys:
-        return
-    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
-    places = [config, *(rope for rope in ropes if isinstance(rope, dict))]
-    found = next((v for p in places if (v := p.get("partial_rotary_factor")) is not None), 1)
-    if found != 1:
-        raise UnsupportedError(
-            f"{source}: partial_rotary_factor: expected 1, found {str(found)[:40]}: transformers' "
-            f"class of {own.model_type} rotates whole heads"
-        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ from sdk.kernels.weights.stored_rows import StoredRows
 from sdk.loaders.folders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
 from sdk.loaders.model_file import ModelFile
+from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.unread import UnreadWeight
@@ -144,6 +145,14 @@ def bytes_at_once(stored: StoredTensor) -> int:
     """The bytes of a matrix that :func:`unread` reads at a time."""
     width = max(stored.nbytes // stored.shape[0], 1)
     return max(_PIECE // width // PIECE_ROWS, 1) * PIECE_ROWS * width
+
+
+def entry_of(stored: StoredTensor, *, whole: bool) -> TensorEntry:
+    """``whole``: it is not read in pieces, even if it is large."""
+    found = TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
+    if whole or not is_large(stored):
+        return found
+    return replace(found, read=2 * bytes_at_once(stored))  # while packed, and the next ones
 
 
 def unread(stored: StoredTensor) -> UnreadWeight:

@@ -19,6 +19,7 @@ from sdk.kernels.cpu import (
     packed_weight,
     page_args,
     pages,
+    round_args,
     runtime,
     scheme_linear,
     states,
@@ -34,7 +35,7 @@ NAMES = {"WeightView": "Weight", "SchemeView": "ActivationScheme"}
 
 STRUCTURES = [
     structure
-    for module in (library, page_args)
+    for module in (library, page_args, round_args)
     for structure in vars(module).values()
     if isinstance(structure, type)
     and issubclass(structure, ctypes.Structure)

@@ -40,6 +40,7 @@ ALLOWED = {
         "models.vision.mmproj_names",
         "kernels.weights.stored_rows",
         "kernels.system",
+        "kernels.system.blocks",
     },
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
