@@ -39,7 +39,7 @@ class Method(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class RoundingRule:
     """How rows are rounded: ``bits`` of a code, ``group`` columns and ``height`` rows share a
     scale. ``factor``: see RoundArgs of native/abi_rounding.hpp."""
 
@@ -65,14 +65,14 @@ class RowRounder:
         self._blocks = MemoryBlocks(kept)
         self._level = -1 if level is None else LEVELS.index(level)
 
-    def reject(self, pieces: Pieces, rounding: Rounding) -> str | None:
+    def reject(self, pieces: Pieces, rule: RoundingRule) -> str | None:
         """Why the matrix is left to the reference, or ``None``."""
-        columns, group = pieces.shape[1], rounding.group
+        columns, group = pieces.shape[1], rule.group
         if self._library is None:
             return "there is no native library"
         if group % _COLUMNS and group < columns:
             return f"groups of {group} columns: expected a multiple of {_COLUMNS} or the whole row"
-        if rounding.method is Method.HQQ and (group > MOST_HQQ_GROUP or group % _COLUMNS):
+        if rule.method is Method.HQQ and (group > MOST_HQQ_GROUP or group % _COLUMNS):
             return f"groups of {group} columns: expected a multiple of 16, up to {MOST_HQQ_GROUP}"
         if min(pieces.shape) < 1:
             return "there is nothing to round"
@@ -85,7 +85,7 @@ class RowRounder:
     def run(
         self,
         pieces: Pieces,
-        rounding: Rounding,
+        rule: RoundingRule,
         codes: Tensor | None = None,
         scale: Tensor | None = None,
         zero: Tensor | None = None,
@@ -97,7 +97,7 @@ class RowRounder:
         Raises what ``pieces`` raises.
         """
         rows, columns = pieces.shape
-        step = -(-pieces.step // rounding.height) * rounding.height
+        step = -(-pieces.step // rule.height) * rule.height
         found: list[float | None] = []
 
         def part(start: int) -> bool:
@@ -110,18 +110,18 @@ class RowRounder:
                 x=values.data_ptr(),
                 rows=values.shape[0],
                 k=columns,
-                group=rounding.group,
-                height=rounding.height,
-                method=rounding.method,
+                group=rule.group,
+                height=rule.height,
+                method=rule.method,
                 type=ELEMENT_TYPES[type_name(values.dtype)],
-                bits=rounding.bits,
-                symmetric=rounding.symmetric,
-                factor=rounding.factor,
+                bits=rule.bits,
+                symmetric=rule.symmetric,
+                factor=rule.factor,
             )
             if codes is not None:
                 args.codes, args.row_bytes = _row(codes, start), codes.stride(0)
             if scale is not None:
-                args.scale = _row(scale, start // rounding.height)
+                args.scale = _row(scale, start // rule.height)
             if zero is not None:
                 args.zero = _row(zero, start)
             assert self._library is not None

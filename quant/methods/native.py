@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.kernels.cpu.rounding import Method, Rounding, RowRounder
+from sdk.kernels.cpu.rounding import Method, RoundingRule, RowRounder
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.weights.layouts import E2M1, Affine, Float8, Layout, Pieces
 from sdk.quant.methods import float4, float8, hqq
@@ -45,13 +45,13 @@ def rounded_integers(
     rows, columns = pieces.shape
     group = group_of(spec, columns)
     method = Method.HQQ if zeros_fitted else Method.INTEGERS
-    rounding = Rounding(method, spec.bits, group, symmetric=spec.symmetric)
-    if rounder.reject(pieces, rounding):
+    rule = RoundingRule(method, spec.bits, group, symmetric=spec.symmetric)
+    if rounder.reject(pieces, rule):
         return None
     grid = (rows, -(-columns // group))
     codes = rounder.codes(rows, -(-columns * spec.bits // 8))
     scale, zero = torch.empty(grid, dtype=torch.float16), torch.empty(grid)
-    largest = rounder.run(pieces, rounding, codes, scale, zero)
+    largest = rounder.run(pieces, rule, codes, scale, zero)
     if largest is None or not LEAST_OF_HALVES <= largest <= LARGEST_SCALE:
         return None
     if zeros_fitted:
@@ -60,15 +60,15 @@ def rounded_integers(
 
 
 def _largest(pieces: Pieces, rounder: RowRounder) -> float | None:
-    return rounder.run(pieces, Rounding(Method.LARGEST, 8, pieces.shape[1]))
+    return rounder.run(pieces, RoundingRule(Method.LARGEST, 8, pieces.shape[1]))
 
 
 def _float8(pieces: Pieces, share: str, rounder: RowRounder) -> Float8 | None:
     rows, columns = pieces.shape
     block = float8.block_of(share, pieces.shape)
     height, wide = (1, columns) if share == "tensor" else block
-    rounding = Rounding(Method.E4M3, 8, wide, height)
-    if rounder.reject(pieces, rounding):
+    rule = RoundingRule(Method.E4M3, 8, wide, height)
+    if rounder.reject(pieces, rule):
         return None
     values = rounder.codes(rows, columns)
     scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
@@ -77,9 +77,9 @@ def _float8(pieces: Pieces, share: str, rounder: RowRounder) -> Float8 | None:
         largest = _largest(pieces, rounder)
         if not largest:
             return None
-        rounding = replace(rounding, factor=largest)
+        rule = replace(rule, factor=largest)
         scale.fill_(largest).div_(float8.LARGEST)
-    if rounder.run(pieces, rounding, values, scale) is None:
+    if rounder.run(pieces, rule, values, scale) is None:
         return None
     return Float8(values.view(torch.float8_e4m3fn), scale, block)
 
@@ -87,8 +87,8 @@ def _float8(pieces: Pieces, share: str, rounder: RowRounder) -> Float8 | None:
 def _float4(pieces: Pieces, nested: bool, rounder: RowRounder) -> Affine | None:
     rows, columns = pieces.shape
     group = float4.NV_GROUP if nested else float4.MX_GROUP
-    rounding = Rounding(Method.E2M1, 4, group)
-    if columns % group or rounder.reject(pieces, rounding):
+    rule = RoundingRule(Method.E2M1, 4, group)
+    if columns % group or rounder.reject(pieces, rule):
         return None
     factor = 0.0
     if nested:
@@ -96,10 +96,10 @@ def _float4(pieces: Pieces, nested: bool, rounder: RowRounder) -> Affine | None:
         if largest is None:
             return None
         factor = float4.factor_of(largest)
-        rounding = replace(rounding, factor=factor)
+        rule = replace(rule, factor=factor)
     codes = rounder.codes(rows, columns // 2)
     scale = torch.empty(rows, columns // group, dtype=torch.uint8)
-    if rounder.run(pieces, rounding, codes, scale) is None:
+    if rounder.run(pieces, rule, codes, scale) is None:
         return None
     table = torch.tensor(E2M1)
     if not nested:
