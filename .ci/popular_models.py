@@ -342,7 +342,7 @@ FAMILIES = (
     ),
     Family(
         "sentence-t5, GTR; encoders of Flan-T5, mT5, UMT5", ("t5encoder", "t5"),
-        ("t5", "mt5", "umt5"), "no positions, biases by distance", ("Qwen3-Embedding",),
+        ("t5", "t5_gated", "mt5", "umt5"), "no positions, biases by distance", ("Qwen3-Embedding",),
         kind="embed", part="the encoder alone; a whole T5 opens for vectors",
     ),
     Family(
