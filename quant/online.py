@@ -44,6 +44,7 @@ _OF_STEPS = re.compile(
 _LAST_OF_MLP = re.compile(
     r"(?<!attention)\.output\.dense(\.weight)?$|\.ffn_down\.|\.ffn\.lin2(\.weight)?$"
     r"|\.mlp\.(down_proj|down_layer|fc2|wo|Wo)(\.weight)?$"
+    r"|\.ffn\.w3(\.weight)?$|\.DenseReluDense\.wo(\.weight)?$"
 )
 #: Columns per scale of those matrices in 8 bits. Their largest weights are 4.3 to 6.1 times the
 #: root mean square of a row in all-mpnet-base-v2, 3.4 to 3.8 in all others: with one scale for a
