@@ -100,7 +100,7 @@ def float_pieces(weight: Weight) -> Pieces | None:
         return None
     if isinstance(weight, UnreadWeight):
         return weight.pieces
-    from sdk.kernels.cpu.rounding import pieces_of
+    from sdk.kernels.cpu.weight_rounding import pieces_of
 
     layout = weight.layout
     return pieces_of(layout.values) if isinstance(layout, Dense) else None

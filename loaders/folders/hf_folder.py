@@ -52,7 +52,6 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
-from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 logger = logging.getLogger("sdk")
@@ -545,7 +544,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
             "its GGUF files are"
         )
-    from sdk.loaders.folders.partial_rotation import check_partial_rotation
+    from sdk.loaders.folders.partial_rotation import check_partial_rotation  # of folders alone
 
     check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, rms_norm
 
 from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
+from sdk.models.auto import quantized_online
 from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError
 from tests.gguf_models import F32, STRING, U32, save_gguf
@@ -249,6 +250,15 @@ def test_two_ranks_have_the_same_logits(tmp_path: Path, load: Load) -> None:
 
     for found in Ranks(2).run(work):
         assert (found - expected).abs().max() <= 1e-4
+
+
+def test_the_plan_knows_that_routers_stay_in_float(tmp_path: Path) -> None:
+    config = CONFIGS["21b"]
+    checkpoint = open_checkpoint(folder_of(config, state_of(config), tmp_path))
+    entries = quantized_online(checkpoint, "int8").entries()
+    packed = {one.name.rpartition("layers.0.")[2] for one in entries if one.packed is not None}
+    assert "block_sparse_moe.experts.0.gate.weight" in packed
+    assert "block_sparse_moe.primary_router.weight" not in packed
 
 
 @pytest.mark.parametrize("quantization", [None, "rtn-w8s"])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sdk import LLM, RequestError
 from sdk.loaders.open import open_checkpoint
+from sdk.models.auto import quantized_online
 from sdk.models.configs.config import ModelConfig
 from sdk.models.configs.score_biases import DistanceBuckets
 from sdk.models.distance_buckets import bucket_of_distances
@@ -125,6 +126,14 @@ def test_a_gguf_file_of_a_whole_t5_has_the_states_of_its_encoder(
     with LLM(checkpoint.path, **OPTIONS) as llm:
         [warning] = llm.load_warnings
         assert "dec.blk.0" in warning and "the encoder makes vectors" in warning
+
+
+def test_the_plan_knows_that_biases_stay_in_float(tmp_path: Path) -> None:
+    """With 32 heads, as in the 3B, a table has rows as wide as those of a matrix that is packed."""
+    folder = folder_of(t5("umt5", num_heads=32, d_kv=8), tmp_path)
+    entries = quantized_online(open_checkpoint(folder), "int8").entries()
+    packed = {one.name for one in entries if one.packed is not None}
+    assert len(packed) > 20 and not any("distance_biases" in one for one in packed)
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])
