@@ -4,15 +4,12 @@ input."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
@@ -21,10 +18,10 @@ from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import quantized_online
 from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError
-from tests.gguf_models import F32, STRING, U32, save_gguf
+from tests.gguf_models import F32, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
-from tests.models.reference_decoders import attend, rotated
+from tests.models.reference_decoders import attend, folder_of, gguf_of_experts, rotated
 from tests.models.reference_encoders import Maker, State
 
 Load = Callable[..., Any]
@@ -145,21 +142,7 @@ def logits_of(config: Mapping[str, Any], state: State, ids: Sequence[int]) -> Te
     return linear(norm("model.norm", x), state.get("lm_head.weight", embedding))
 
 
-def folder_of(config: Mapping[str, Any], state: State, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-_GGUF = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "block_sparse_moe.primary_router": "ffn_gate_inp",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
-}
-_WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+_NAMES = {"block_sparse_moe.primary_router": "ffn_gate_inp"}
 
 
 def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
@@ -183,25 +166,7 @@ def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
     }
     if any(config["sliding_window_layout"]):
         facts["attention.sliding_window"] = (U32, config["sliding_window_size"])
-    file = GgufBytes({"general.architecture": (STRING, "smallthinker")})
-    for key, value in facts.items():
-        file.metadata[f"smallthinker.{key}"] = value
-    for name, values in state.items():
-        stem = name.removesuffix(".weight").removeprefix("model.")
-        if ".experts." in stem and ".experts.0." not in stem:
-            continue
-        if ".experts." in stem:
-            own = [name.replace("experts.0", f"experts.{i}") for i in range(6)]
-            values = torch.stack([state[one] for one in own])
-            place = f"blk.{stem.split('.')[1]}.ffn_{stem.rpartition('.')[2]}_exps"
-        elif stem.startswith("layers."):
-            _, layer, part = stem.split(".", 2)
-            place = f"blk.{layer}.{_GGUF[part]}"
-        else:
-            place = _WHOLE[stem]
-        data = np.ascontiguousarray(values.numpy(), "<f4")
-        file.tensors[f"{place}.weight"] = (data.shape[::-1], 0, data.tobytes())
-    return file
+    return gguf_of_experts("smallthinker", facts, state, _NAMES, 6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
