@@ -205,9 +205,11 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], words:
         ModelConfig.from_dict(config)
 
 
-def test_a_umt5_without_a_gate_is_refused() -> None:
-    config = {**t5("umt5").config.to_dict(), "feed_forward_proj": "relu"}
-    with pytest.raises(CheckpointError, match=r"feed_forward_proj: expected gated- .*found 'relu'"):
+@pytest.mark.parametrize("found", ["relu", None])
+def test_a_umt5_without_a_gate_is_refused(found: str | None) -> None:
+    config = {**t5("umt5").config.to_dict(), "feed_forward_proj": found}
+    words = rf"feed_forward_proj: expected gated-gelu or another .*found {found!r}"
+    with pytest.raises(CheckpointError, match=words):
         ModelConfig.from_dict(config)
 
 
