@@ -190,6 +190,11 @@ class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
             return weight_of(quantize_rows(name, weight, self._scheme.head, rounder=self._rounder))
         return weight
 
+    def close(self) -> None:
+        super().close()
+        if "_rounder" in self.__dict__:  # 170 MiB of an 8B in int8, until the collector finds it
+            self._rounder.clear()
+
     def entries(self) -> Sequence[TensorEntry]:
         return [self._entry(entry) for entry in self.inner.entries()]
 

@@ -85,6 +85,10 @@ class RowRounder:
         """Uninitialized memory for codes, uint8 ``[rows, nbytes]``."""
         return torch.from_numpy(self._blocks.take(rows * nbytes)).reshape(rows, nbytes)
 
+    def clear(self) -> None:
+        """Free the memory that is kept for codes."""
+        self._blocks.clear()
+
     def run(
         self,
         pieces: Pieces,

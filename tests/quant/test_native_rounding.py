@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from sdk import LLM
 from sdk.kernels.cpu import weight_rounding
 from sdk.kernels.cpu.library import levels
 from sdk.kernels.cpu.weight_rounding import RowRounder, pieces_of
+from sdk.kernels.system.blocks import MemoryBlocks
 from sdk.kernels.weights.layouts import Dense, Layout, Pieces
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import quantized_online
@@ -227,4 +229,18 @@ def test_the_memory_of_codes_is_used_again(tmp_path: Path) -> None:
     kept = checkpoint.weight("model.layers.0.mlp.up_proj")
     before = kept.dequantize()
     assert address() != kept.layout.codes.data_ptr()  # type: ignore[attr-defined]
+    checkpoint.close()
     assert torch.equal(kept.dequantize(), before)
+
+
+def test_no_memory_for_codes_is_left_behind_by_a_load(tmp_path: Path) -> None:
+    tiny("llama", hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
+
+    def kept() -> int:
+        blocks = [one for one in gc.get_objects() if type(one) is MemoryBlocks]
+        return sum(len(block) for one in blocks for block, *_ in one._blocks)
+
+    gc.collect()
+    before = kept()
+    with LLM(tmp_path, quantization="int8", skip_tokenizer_init=True, num_threads=2):
+        assert kept() <= before
