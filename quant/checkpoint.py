@@ -95,7 +95,8 @@ class Checkpoint(Protocol):
         """Tensors that have not been pulled yet, under the file's own names."""
 
     def close(self) -> None:
-        """Close the files. Idempotent; weights already pulled stay valid."""
+        """Close the files. Idempotent; weights that were read stay valid. Large ones are read when
+        they are bound (:class:`sdk.quant.unread.UnreadWeight`): after this that raises."""
 
 
 class LoadedCheckpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sdk.kernels.cpu.rounding import RowRounder, pieces_of
+from sdk.kernels.cpu.weight_rounding import RowRounder, pieces_of
 from sdk.kernels.lazy_torch import Tensor, torch
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.weights.layouts import ActivationScheme, Affine, Blocks, Layout, Pieces

@@ -57,6 +57,9 @@ class UnreadWeight(PackedWeight):
         part = replace(self.pieces, shape=shape, read=lambda at, rows: read(start + at, rows))
         return UnreadWeight(part, self._spec)
 
+    def with_rows(self, rows: Tensor) -> Weight:
+        return weight_of(self.layout).with_rows(rows)
+
     def reordered(self, order: Tensor) -> Weight:
         """Rows that change places are near each other, in one head: a piece reads a few more."""
         unread = self.pieces
@@ -97,7 +100,7 @@ def float_pieces(weight: Weight) -> Pieces | None:
         return None
     if isinstance(weight, UnreadWeight):
         return weight.pieces
-    from sdk.kernels.cpu.rounding import pieces_of
+    from sdk.kernels.cpu.weight_rounding import pieces_of
 
     layout = weight.layout
     return pieces_of(layout.values) if isinstance(layout, Dense) else None

@@ -59,9 +59,9 @@ class PackedLinear:
     """See :class:`sdk.kernels.backend.LinearKernel`.
 
     ``activation_bits`` 8: activations are quantized per 32 values (quantized weights only). 16: in
-    blocks whose scale, squared, is above 1.5 times the mean of its row, the residual is quantized
-    and multiplied too. With both, the values of a table are 8-bit integers (``int8_table``). 32,
-    and always for plain floats: everything is fp32.
+    blocks whose scale, squared, is above 1.5 times the mean square of their row's scales, the
+    residual is quantized and multiplied too. With both, the values of a table are 8-bit integers
+    (``int8_table``). 32, and always for plain floats: everything is fp32.
     """
 
     reads_parts = True

@@ -64,7 +64,8 @@ class MemoryBlocks:
 
     def clear(self) -> None:
         """Free all blocks that are kept."""
-        self._blocks.clear()
+        with self._lock:
+            self._blocks.clear()
 
 
 def _map(nbytes: int) -> memoryview:

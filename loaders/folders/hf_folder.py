@@ -52,7 +52,6 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.online import LAYER_TABLES
 from sdk.quant.permuted import Permuted, PermutedWeight
-from sdk.quant.unread import UnreadWeight
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 logger = logging.getLogger("sdk")
@@ -153,8 +152,6 @@ class HfFolder:
             return found.with_rows(rows)
         if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
             return found
-        if isinstance(found, UnreadWeight):  # rows of each head are taken by themselves
-            found = weight_of(found.layout)
         queries = name.endswith(".q_proj")
         heads = self.config["num_attention_heads" if queries else "num_key_value_heads"]
         if not isinstance(found, PackedWeight) or found.shape[0] % (2 * heads):
@@ -174,12 +171,12 @@ class HfFolder:
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
-        turned = self._is_turned(name)
         by_row = name.endswith(LAYER_TABLES) and stored.dtype in FLOAT_TYPES
-        if by_row or (not turned and is_large(stored)):
+        if by_row or (is_large(stored) and not self._is_moved(name)):
             self._check_stored(name, stored)
             self._report(stored)
             return unread(stored)
+        turned = self._is_turned(name)
         values = self._read(name, stored, turned=turned)
         self._report(stored)
         return weight_of(Dense(values.t() if turned else values))
@@ -309,7 +306,12 @@ class HfFolder:
 
     def _entry(self, stored: StoredTensor) -> TensorEntry:
         ours = self._stored_names.get(stored.name, stored.name).removesuffix(".weight")
-        return entry_of(stored, whole=self._is_turned(ours))
+        return entry_of(stored, whole=self._is_moved(ours))
+
+    def _is_moved(self, name: str) -> bool:
+        """Whether the rows of a matrix are not those of the files, one after another."""
+        by_head = self._by_mistral and name.endswith((".q_proj", ".k_proj"))
+        return by_head or self._is_turned(name) or stored_rows(self.config, name) is not None
 
     def _is_turned(self, name: str) -> bool:
         """Whether the files have a matrix as ``[in, out]``."""
@@ -542,7 +544,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {own.model_type!r}: folders of this model are not supported, "
             "its GGUF files are"
         )
-    from sdk.loaders.folders.partial_rotation import check_partial_rotation
+    from sdk.loaders.folders.partial_rotation import check_partial_rotation  # of folders alone
 
     check_partial_rotation(raw, source)
     given = {key: value for key, value in raw.items() if key != "auto_map"}

@@ -16,8 +16,9 @@ from sdk.models.configs.fields import Fields
 def _derived(config: dict[str, Any]) -> None:
     t5.derived(config)
     key = "feed_forward_proj"
-    if config.setdefault(key, "gated-gelu") is not None and not t5.is_gated(config):
-        Fields(config).fail(key, "gated- and an activation", config[key])
+    config.setdefault(key, "gated-gelu")
+    if not t5.is_gated(config):
+        Fields(config).fail(key, "gated-gelu or another gated activation", config[key])
 
 
 def _has_tables(keys: GgufKeys) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.kernels.cpu.rounding import Method, RoundingRule, RowRounder
+from sdk.kernels.cpu.weight_rounding import Method, RoundingRule, RowRounder
 from sdk.kernels.lazy_torch import torch
 from sdk.kernels.weights.layouts import E2M1, Affine, Float8, Layout, Pieces
 from sdk.quant.methods import float4, float8, hqq
@@ -88,7 +88,7 @@ def _float4(pieces: Pieces, nested: bool, rounder: RowRounder) -> Affine | None:
     rows, columns = pieces.shape
     group = float4.NV_GROUP if nested else float4.MX_GROUP
     rule = RoundingRule(Method.E2M1, 4, group)
-    if columns % group or rounder.reject(pieces, rule):
+    if rounder.reject(pieces, rule):
         return None
     factor = 0.0
     if nested:

@@ -23,7 +23,8 @@ _PREFIX = "tokenizer.ggml."
 
 def with_vocabulary(path: Path) -> Path:
     """A copy of the GGUF file ``path`` beside it, with a byte-level vocabulary; ``path`` if it has
-    one. The copy is made once, and takes as much of the disk. Its matrices are the same bytes.
+    one. The copy is made once, again if ``path`` has changed, and takes as much of the disk. Its
+    matrices are the same bytes.
 
     :raises RequestError: there is too little room for it.
     """
@@ -32,7 +33,7 @@ def with_vocabulary(path: Path) -> Path:
         if f"{_PREFIX}tokens" in source.metadata:
             return path
         copy = path.with_name(f"{path.stem}.vocabulary.gguf")
-        if not copy.is_file():
+        if not copy.is_file() or copy.stat().st_mtime_ns < path.stat().st_mtime_ns:
             _check_room(path)
             write_gguf(copy, _metadata(source), _tensors(source, path))
         return copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,13 @@ def test_a_copy_has_the_same_matrices_and_a_vocabulary_that_works(plain: Path) -
         assert len(tokenizer) == SHAPE.vocab
 
 
-def test_the_copy_is_made_once(plain: Path) -> None:
+def test_the_copy_is_made_once_for_each_state_of_the_file(plain: Path) -> None:
     copy = with_vocabulary(plain)
     written = copy.stat().st_mtime_ns
     assert with_vocabulary(plain) == copy and copy.stat().st_mtime_ns == written
     assert with_vocabulary(copy) == copy
+    os.utime(plain, ns=(written + 1, written + 1))
+    assert with_vocabulary(plain) == copy and copy.stat().st_mtime_ns > written
     assert sorted(path.name for path in plain.parent.iterdir()) == [plain.name, copy.name]
 
 

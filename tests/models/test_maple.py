@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -18,10 +15,10 @@ from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
 from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError
-from tests.gguf_models import ARRAY, BOOL, F32, STRING, U32, save_gguf
+from tests.gguf_models import ARRAY, BOOL, F32, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
-from tests.models.reference_decoders import attend, rotated
+from tests.models.reference_decoders import attend, folder_of, gguf_of_experts, rotated
 from tests.models.reference_encoders import Maker, State
 
 Load = Callable[..., Any]
@@ -141,23 +138,12 @@ class Reference:
         return linear(self._norm("model.norm", x), self.state["lm_head.weight"])
 
 
-def folder_of(config: Mapping[str, Any], state: State, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-_GGUF = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+_NAMES = {
+    "word_embeddings": "token_embd",
     "mlp.gate": "ffn_gate_inp",
-    "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
 }
-_WHOLE = {"word_embeddings": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
@@ -183,26 +169,7 @@ def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
         "rope.dimension_count": (U32, 8),
         "swiglu_clamp_exp": (ARRAY, (F32, [7.0] * layers)),
     }
-    file = GgufBytes({"general.architecture": (STRING, "maple")})
-    for key, value in facts.items():
-        file.metadata[f"maple.{key}"] = value
-    for name, values in state.items():
-        stem = name.removesuffix(".weight").removeprefix("model.")
-        if ".experts." in stem and ".experts.0." not in stem:
-            continue
-        if ".experts." in stem:
-            own = [name.replace("experts.0", f"experts.{i}") for i in range(EXPERTS)]
-            values = torch.stack([state[one] for one in own])
-            part = stem.rpartition(".")[2].removesuffix("_proj")
-            place = f"blk.{stem.split('.')[1]}.ffn_{part}_exps"
-        elif stem.startswith("layers."):
-            _, layer, part = stem.split(".", 2)
-            place = f"blk.{layer}.{_GGUF[part]}"
-        else:
-            place = _WHOLE[stem]
-        data = np.ascontiguousarray(values.numpy(), "<f4")
-        file.tensors[f"{place}.weight"] = (data.shape[::-1], 0, data.tobytes())
-    return file
+    return gguf_of_experts("maple", facts, state, _NAMES, EXPERTS)
 
 
 @pytest.mark.parametrize("still", [True, False])

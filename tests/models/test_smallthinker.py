@@ -4,26 +4,24 @@ input."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
+from sdk.models.auto import quantized_online
 from sdk.models.configs.config import ModelConfig
 from sdk.quant.errors import CheckpointError
-from tests.gguf_models import F32, STRING, U32, save_gguf
+from tests.gguf_models import F32, U32, save_gguf
 from tests.loaders.conftest import GgufBytes
 from tests.models.conftest import Paged, Ranks, prompt
-from tests.models.reference_decoders import attend, rotated
+from tests.models.reference_decoders import attend, folder_of, gguf_of_experts, rotated
 from tests.models.reference_encoders import Maker, State
 
 Load = Callable[..., Any]
@@ -144,21 +142,7 @@ def logits_of(config: Mapping[str, Any], state: State, ids: Sequence[int]) -> Te
     return linear(norm("model.norm", x), state.get("lm_head.weight", embedding))
 
 
-def folder_of(config: Mapping[str, Any], state: State, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-_GGUF = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "block_sparse_moe.primary_router": "ffn_gate_inp",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
-}
-_WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+_NAMES = {"block_sparse_moe.primary_router": "ffn_gate_inp"}
 
 
 def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
@@ -182,25 +166,7 @@ def gguf_of(config: Mapping[str, Any], state: State) -> GgufBytes:
     }
     if any(config["sliding_window_layout"]):
         facts["attention.sliding_window"] = (U32, config["sliding_window_size"])
-    file = GgufBytes({"general.architecture": (STRING, "smallthinker")})
-    for key, value in facts.items():
-        file.metadata[f"smallthinker.{key}"] = value
-    for name, values in state.items():
-        stem = name.removesuffix(".weight").removeprefix("model.")
-        if ".experts." in stem and ".experts.0." not in stem:
-            continue
-        if ".experts." in stem:
-            own = [name.replace("experts.0", f"experts.{i}") for i in range(6)]
-            values = torch.stack([state[one] for one in own])
-            place = f"blk.{stem.split('.')[1]}.ffn_{stem.rpartition('.')[2]}_exps"
-        elif stem.startswith("layers."):
-            _, layer, part = stem.split(".", 2)
-            place = f"blk.{layer}.{_GGUF[part]}"
-        else:
-            place = _WHOLE[stem]
-        data = np.ascontiguousarray(values.numpy(), "<f4")
-        file.tensors[f"{place}.weight"] = (data.shape[::-1], 0, data.tobytes())
-    return file
+    return gguf_of_experts("smallthinker", facts, state, _NAMES, 6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -249,6 +215,15 @@ def test_two_ranks_have_the_same_logits(tmp_path: Path, load: Load) -> None:
 
     for found in Ranks(2).run(work):
         assert (found - expected).abs().max() <= 1e-4
+
+
+def test_the_plan_knows_that_routers_stay_in_float(tmp_path: Path) -> None:
+    config = CONFIGS["21b"]
+    checkpoint = open_checkpoint(folder_of(config, state_of(config), tmp_path))
+    entries = quantized_online(checkpoint, "int8").entries()
+    packed = {one.name.rpartition("layers.0.")[2] for one in entries if one.packed is not None}
+    assert "block_sparse_moe.experts.0.gate.weight" in packed
+    assert "block_sparse_moe.primary_router.weight" not in packed
 
 
 @pytest.mark.parametrize("quantization", [None, "rtn-w8s"])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sdk import LLM, RequestError
 from sdk.loaders.open import open_checkpoint
+from sdk.models.auto import quantized_online
 from sdk.models.configs.config import ModelConfig
 from sdk.models.configs.score_biases import DistanceBuckets
 from sdk.models.distance_buckets import bucket_of_distances
@@ -127,6 +128,14 @@ def test_a_gguf_file_of_a_whole_t5_has_the_states_of_its_encoder(
         assert "dec.blk.0" in warning and "the encoder makes vectors" in warning
 
 
+def test_the_plan_knows_that_biases_stay_in_float(tmp_path: Path) -> None:
+    """With 32 heads, as in the 3B, a table has rows as wide as those of a matrix that is packed."""
+    folder = folder_of(t5("umt5", num_heads=32, d_kv=8), tmp_path)
+    entries = quantized_online(open_checkpoint(folder), "int8").entries()
+    packed = {one.name for one in entries if one.packed is not None}
+    assert len(packed) > 20 and not any("distance_biases" in one for one in packed)
+
+
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_two_ranks_have_the_biases_of_their_heads(name: str, tmp_path: Path, load: Load) -> None:
     oracle, ids = t5(name), prompt(50, 2)
@@ -196,9 +205,11 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], words:
         ModelConfig.from_dict(config)
 
 
-def test_a_umt5_without_a_gate_is_refused() -> None:
-    config = {**t5("umt5").config.to_dict(), "feed_forward_proj": "relu"}
-    with pytest.raises(CheckpointError, match=r"feed_forward_proj: expected gated- .*found 'relu'"):
+@pytest.mark.parametrize("found", ["relu", None])
+def test_a_umt5_without_a_gate_is_refused(found: str | None) -> None:
+    config = {**t5("umt5").config.to_dict(), "feed_forward_proj": found}
+    words = rf"feed_forward_proj: expected gated-gelu or another .*found {found!r}"
+    with pytest.raises(CheckpointError, match=words):
         ModelConfig.from_dict(config)
 
 

@@ -152,7 +152,7 @@ INLINE void round_integers(RoundArgs* a, const uint8_t* row, int64_t r) {
     }
 }
 
-// The strength by which the error of a weight is shrunk, about |e|^(kHqqNorm - 1): methods/hqq.py.
+// The strength by which the error of a weight is shrunk, about |e|^-0.3: methods/hqq.py.
 INLINE VF slope_of(VF size) {
     const VF bits = __builtin_convertvector((Ints)size, VF);
     const VF found = sub(set1(kSlopeOffset), mul(set1(kSlopeFactor), bits));

@@ -73,7 +73,10 @@ class RowRounder:
         if group % _COLUMNS and group < columns:
             return f"groups of {group} columns: expected a multiple of {_COLUMNS} or the whole row"
         if rule.method is Method.HQQ and (group > MOST_HQQ_GROUP or group % _COLUMNS):
-            return f"groups of {group} columns: expected a multiple of 16, up to {MOST_HQQ_GROUP}"
+            expected = f"a multiple of {_COLUMNS}, up to {MOST_HQQ_GROUP}"
+            return f"groups of {group} columns: expected {expected}"
+        if rule.method in (Method.HQQ, Method.E2M1) and columns % group:
+            return f"rows of {columns} columns: expected whole groups of {group}"
         if min(pieces.shape) < 1:
             return "there is nothing to round"
         return None
@@ -81,6 +84,10 @@ class RowRounder:
     def codes(self, rows: int, nbytes: int) -> Tensor:
         """Uninitialized memory for codes, uint8 ``[rows, nbytes]``."""
         return torch.from_numpy(self._blocks.take(rows * nbytes)).reshape(rows, nbytes)
+
+    def clear(self) -> None:
+        """Free the memory that is kept for codes."""
+        self._blocks.clear()
 
     def run(
         self,
@@ -121,7 +128,7 @@ class RowRounder:
             if codes is not None:
                 args.codes, args.row_bytes = _row(codes, start), codes.stride(0)
             if scale is not None:
-                args.scale = _row(scale, start // rule.height)
+                args.scale = _row(scale, start // rule.height)  # of a whole matrix: not written
             if zero is not None:
                 args.zero = _row(zero, start)
             assert self._library is not None
