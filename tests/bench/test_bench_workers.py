@@ -224,8 +224,16 @@ def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
     [
         ("transformers", "int8", "--kv-dtype: expected one of auto, found 'int8'"),
         ("transformers-bf16", "float16", "--kv-dtype: expected one of auto, found 'float16'"),
-        ("llama.cpp", "fp8", "expected one of auto, float16, bfloat16, float32, int16, int8, int4, found"),
-        ("openvino", "fp8", "expected one of auto, float16, bfloat16, float32, int16, int8, int4, found"),
+        (
+            "llama.cpp",
+            "fp8",
+            "expected one of auto, float16, bfloat16, float32, int16, int8, int4, found",
+        ),
+        (
+            "openvino",
+            "fp8",
+            "expected one of auto, float16, bfloat16, float32, int16, int8, int4, found",
+        ),
         ("mistral.rs", "int8", "expected one of auto, float16, float32, found 'int8'"),
         ("nonsense", "auto", "KeyError: 'nonsense'"),
     ],
