@@ -14,7 +14,7 @@ from sdk.models.architectures.hunyuan_v1_dense import ARCHITECTURE as DENSE
 #: Marks of images, and options of the code of published files that ask for nothing there.
 _IGNORED = (
     *("im_start_id", "im_end_id", "im_newline_id", "image_token_id", "image_start_token_id"),
-    *("image_end_token_id", "image_newline_token_id", "org_vocab_size", "pad_id", "num_experts"),
+    *("image_end_token_id", "image_newline_token_id", "org_vocab_size", "pad_id"),
     *("attention_head_dim", "norm_type", "routed_scaling_factor", "video_start_id", "video_end_id"),
     *("mlp_bias", "im_start_token_id", "im_end_token_id", "im_newline_token_id", "anyres_vit"),
 )
@@ -34,6 +34,7 @@ ARCHITECTURE = DENSE._replace(
     config=DENSE.config._replace(
         ignored=(*DENSE.config.ignored, *_IGNORED),
         defaults={"tie_word_embeddings": True},
+        fixed={**DENSE.config.fixed, "num_experts": 1},
     ),
     gguf=None,
     more_gguf=(GgufRules("hunyuan_vl", read=_read_gguf, keys=("rope.scaling.alpha",)),),

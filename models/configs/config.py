@@ -46,7 +46,7 @@ from sdk.models.configs.fields import (
     sloped_activation,
     without_null,
 )
-from sdk.models.configs.keys import check_fixed, check_fixed_by_model, only_read, with_our_keys
+from sdk.models.configs.keys import check_fixed, only_read, with_our_keys
 from sdk.models.configs.latent_spec import LatentSpec
 from sdk.models.configs.recurrent import RecurrentSpec
 from sdk.models.configs.score_biases import Alibi, DistanceBuckets
@@ -443,8 +443,6 @@ def _checked(
     """A config with our keys, and what its model reads of it, with the class's defaults."""
     config = with_our_keys(config)
     check_fixed(config, "config")
-    if own is not None:
-        check_fixed_by_model(config, own)
     defaults = {} if own is None else own.config.defaults
     return config, Fields({**defaults, **without_null(only_read(config, own))})
 

@@ -133,16 +133,12 @@ def check_fixed(config: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key}: expected {allowed[0]}, found {str(found)[:80]}: {why}, which is "
                 "not supported"
             )
-
-
-def check_fixed_by_model(config: Mapping[str, Any], own: Architecture) -> None:
-    """:raises UnsupportedError: a key of ``ConfigRules.fixed`` has another value."""
-    for key, value in own.config.fixed.items():
-        found = config.get(key, value)
-        if found != value:
+    for key, value in ({} if own is None else own.config.fixed).items():
+        found = config.get(key)
+        if found is not None and found != value:
             raise UnsupportedError(
-                f"config: {key}: expected {value}, found {str(found)[:80]}: another value is not "
-                f"supported for {own.model_type}"
+                f"{where}: {key}: expected {value}, found {str(found)[:80]}: another value is not "
+                f"supported for {config['model_type']}"
             )
 
 

@@ -186,6 +186,10 @@ def test_a_published_config_of_hunyuan_has_the_keys_of_its_text_outside(tmp_path
         "use_qk_norm": True,
         "use_cla": False,
     }
+    for key, value in {"num_experts": 8, "use_qk_norm": False, "use_cla": True}.items():
+        path.write_text(json.dumps({**published, key: value}))
+        with pytest.raises(UnsupportedError, match=f"{key}: expected {published[key]}"):
+            open_checkpoint(tmp_path)
     path.write_text(json.dumps(published))
     with torch.no_grad():
         expected = oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
